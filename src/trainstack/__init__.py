@@ -13,6 +13,7 @@ from trainstack._terminal import EscapeFilter
 
 if TYPE_CHECKING:
     from trainstack import backends, checkpointing, errors, trainer
+    from trainstack._tensor_classes import register_tensor_class
     from trainstack.backends import *  # noqa: F403
     from trainstack.backends.privacy_statement import PrivacyStatement
     from trainstack.checkpointing import *  # noqa: F403
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         "main_process_first",
         "print_once",
         "rank_zero_only",
+        "register_tensor_class",
         "verify_resume",
     ]
     __all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
@@ -55,6 +57,7 @@ _PLACES = {
     },
     "PrivacyStatement": "trainstack.backends.privacy_statement",
     "launch": "trainstack.launching.launch",
+    "register_tensor_class": "trainstack._tensor_classes",
 }
 _get_own = lazy_imports(__name__, _PLACES)
 

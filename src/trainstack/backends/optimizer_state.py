@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainstack._tensor_classes import inner_tensors, map_inner
+
 _COMPILED = "_orig_mod."
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -156,7 +158,7 @@ def load_optimizer_state(optimizer: Any, state: Any, written: Sequence[torch.dty
         written: the dtype of each parameter when `state` was written, in the order of the groups; by default that of
             now. State of such a dtype follows the parameter to another dtype.
     """
-    if not isinstance(optimizer, Optimizer):
+    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # Optimizer.__init__ was not called
         optimizer.load_state_dict(state)
         return
     handle = optimizer.register_load_state_dict_pre_hook(lambda one, given: _under_parameters(one, given, written))
@@ -181,6 +183,8 @@ def _under_parameters(
         dtype = parameter.dtype if written is None else written[places[key]]
 
         def move(tensor: Tensor, parameter: Tensor = parameter, dtype: torch.dtype = dtype) -> Tensor:
+            if inner_tensors(tensor) is not None:
+                return map_inner(tensor, lambda one: one.to(parameter.device))
             follows = tensor.is_floating_point() and parameter.is_floating_point() and tensor.dtype is dtype
             return tensor.to(parameter.device, parameter.dtype if follows else tensor.dtype)
 

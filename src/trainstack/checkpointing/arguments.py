@@ -79,7 +79,7 @@ def _direction_of(name: str) -> Direction | None:
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     """When, where and under which names to save, and where to load from. `""` means not set.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainstack._tensor_classes import join_inner, registered_class
 from trainstack.checkpointing import format
 from trainstack.checkpointing.encoding import BY_BYTES_NAME, DTYPES, LAYOUTS, SPARSE_LAYOUTS
 from trainstack.checkpointing.field_types import short
@@ -35,6 +37,9 @@ class StateDecoder(PlainDecoder):
             format.DEVICE: lambda f: torch.device(text_of(f["name"])),
             format.TENSOR: self._tensor,
             format.SPARSE: self._sparse,
+            format.SUBCLASS: self._subclass,
+            format.ENUM: lambda f: _registered(f, Enum)[text_of(f["member"])],
+            format.DATACLASS: lambda f: _registered(f, object)(**self._decode(f["fields"])),
             format.ARRAY: self._array,
             format.NUMPY_SCALAR: lambda f: np.frombuffer(bytes_of(f), dtype=_numpy_dtype(f), count=1)[0],
             format.NUMPY_TEXT: lambda f: np.str_(text_of(f["value"])),
@@ -65,6 +70,13 @@ class StateDecoder(PlainDecoder):
         outer, inner, values = parts
         return torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=True)
 
+    def _subclass(self, fields: dict[str, Json]) -> Any:
+        inner = self._decode(fields["inner"])
+        if self._outline:
+            return inner
+        cls, layout = _registered(fields, torch.Tensor), _Layout(_shape(fields["shape"]), _shape(fields["stride"]))
+        return join_inner(cls, inner, self._decode(fields["attributes"]), layout)
+
     def _array(self, fields: dict[str, Json]) -> Any:
         key = (format.ARRAY, fields["name"])
         if key not in self._made:
@@ -74,6 +86,20 @@ class StateDecoder(PlainDecoder):
                 array = array.reshape(-1).view(np.uint8).view(dtype)
             self._made[key] = array.reshape(_shape(fields["shape"]))
         return self._made[key]
+
+
+class _Layout:
+    """What `__tensor_unflatten__` is told of the outer tensor."""
+
+    def __init__(self, size: list[int], stride: list[int]) -> None:
+        self.size, self.stride = lambda: torch.Size(size), lambda: tuple(stride)
+
+
+def _registered(fields: dict[str, Json], base: type) -> Any:
+    cls = registered_class(text_of(fields["name"]))
+    if not issubclass(cls, base):
+        raise ValueError(f"{short(cls.__name__)} is no {base.__name__}")
+    return cls
 
 
 def _shape(value: Json) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainstack._tensor_classes import inner_tensors
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, Index, array_as_tensor
 from trainstack.checkpointing.encoding import describe as place_of
 
@@ -89,6 +90,9 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS:
         parts = ((name.lstrip("_"), getattr(value, name)()) for name in SPARSE_LAYOUTS[value.layout])
         return [("shape", value.shape), ("layout", str(value.layout)), *parts]
+    subclass = inner_tensors(value)
+    if subclass is not None:
+        return [("attributes", subclass[1]), *subclass[0].items()]
     if isinstance(value, list | tuple | deque) and not isinstance(value, torch.Size):
         return list(enumerate(value))
     if isinstance(value, set | frozenset):

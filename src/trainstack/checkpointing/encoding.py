@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from trainstack._tensor_classes import inner_tensors, registered_name
 from trainstack.checkpointing import format
 from trainstack.checkpointing.format import RESERVED, Json
 from trainstack.errors import UnsupportedStateError
@@ -77,6 +79,8 @@ def explain_refusal(where: str, value: Any) -> str:
         advice = "Store its .value or its .name in get_state()."
     elif isinstance(value, torch.Generator):
         advice = "Store generator.get_state() in get_state()."
+    elif inner_tensors(value) is not None:
+        advice = "Call trainstack.register_tensor_class with this class when your program starts."
     elif isinstance(value, torch.Tensor):
         advice = (
             "Convert it in get_state() to a plain torch.Tensor of a standard dtype, or register a buffer with "
@@ -103,8 +107,8 @@ def _kind_of(value: Any) -> str:
 
 def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of the same memory."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided:
-        return ("empty or sparse", id(tensor))
+    if tensor.numel() == 0 or tensor.layout is not torch.strided or inner_tensors(tensor) is not None:
+        return ("without memory of its own", id(tensor))
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (tensor.device, tensor.untyped_storage().data_ptr(), *view, tensor.is_conj(), tensor.is_neg())
 
@@ -221,6 +225,9 @@ class StateEncoder:
             return self._numpy_scalar(value)
         if isinstance(value, Path):
             return _tag(format.PATH, value=str(value))
+        name = registered_name(type(value))
+        if name is not None:
+            return self._registered(name, value)
         return self._raise_unsupported(value)
 
     def _at(self, part: Any, value: Any) -> Json:
@@ -303,6 +310,18 @@ class StateEncoder:
         layout = str(value.layout).removeprefix("torch.")
         coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
         return _tag(format.SPARSE, layout=layout, shape=list(value.shape), coalesced=coalesced, parts=parts)
+
+    def _registered(self, name: str, value: Any) -> Json:
+        if isinstance(value, Enum):
+            return _tag(format.ENUM, name=name, member=value.name)
+        found = inner_tensors(value)
+        if found is None:
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return _tag(format.DATACLASS, name=name, fields=self._dict(fields))
+        inner = {key: self._at(key, part) for key, part in found[0].items()}
+        attributes = self._at("attributes", found[1])
+        layout = {"shape": list(value.size()), "stride": list(value.stride())}
+        return _tag(format.SUBCLASS, name=name, **layout, inner=inner, attributes=attributes)
 
     def _array(self, value: np.ndarray[Any, Any]) -> Json:
         if value.dtype.kind in "OV":

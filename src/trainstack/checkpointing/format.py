@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainstack.checkpointing.field_types import short
-from trainstack.errors import CheckpointDamagedError
+from trainstack.errors import CheckpointDamagedError, ConfigurationError
 
 Json = Any
 """A tree of dicts with string keys, lists, strings, finite numbers, booleans and None."""
@@ -40,6 +40,9 @@ DTYPE = "torch.dtype"
 DEVICE = "torch.device"
 TENSOR = "tensor"
 SPARSE = "sparse tensor"
+SUBCLASS = "tensor subclass"
+ENUM = "enum"
+DATACLASS = "dataclass"
 ARRAY = "ndarray"
 NUMPY_SCALAR = "numpy"
 NUMPY_TEXT = "numpy.str"
@@ -146,10 +149,13 @@ class PlainDecoder:
 
         Raises:
             CheckpointDamagedError: the tree is not one that `StateEncoder` writes.
+            ConfigurationError: it holds a tensor subclass that is not registered, or whose package is missing.
         """
         self._depth = 0
         try:
             return self._decode(tree)
+        except ConfigurationError:  # a class is not registered
+            raise
         except Exception as error:  # the tree may be anybody's, and torch and numpy raise whatever they like
             raise CheckpointDamagedError(
                 f"the state tree cannot be decoded ({type(error).__name__}: {str(error)[:300]}). "

@@ -22,6 +22,7 @@ from trainstack.errors import TrainstackError
 COMMANDS = {
     "train": "train a module that a file defines",
     "explain": "say what a backend string does, layer by layer and verb by verb",
+    "schema": "print the JSON schema of files for --config, for editors",
     "plan": "print how a global batch is split and how many steps a run has",
     "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",

@@ -7,7 +7,6 @@ over variables, and those over the file.
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import os
 import re
@@ -18,7 +17,8 @@ from trainstack._kinds import Kind, Place
 from trainstack._yaml import read_yaml
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import TrainerArguments
-from trainstack.trainer.plain_arguments import Path, PlainInputs, kinds_of, parameters_of, unknown
+from trainstack.trainer.argument_schemas import explained
+from trainstack.trainer.plain_arguments import Path, PlainInputs, is_plain, kinds_of, parameters_of, unknown
 
 PREFIX = "TRAINSTACK_"
 """Of the environment variables: TRAINSTACK_EPOCHS, TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST."""
@@ -44,7 +44,7 @@ class Inputs:
         self._add_options()
 
     def _add_options(self) -> None:
-        about = _explained(TrainerArguments)
+        about = explained(TrainerArguments)
         groups: dict[Path, Any] = {
             (): self._parser.add_argument_group("arguments of the trainer, also keys of the file")
         }
@@ -53,7 +53,7 @@ class Inputs:
             group = groups.setdefault(path[:-1], self._parser.add_argument_group(path[0]))
             kind = self._plain.kind_of(path)
             if len(path) > 1 and path[0] != "module":
-                text = _explained(kinds_of(TrainerArguments)[path[0]].fields).get(path[1], "")
+                text = explained(kinds_of(TrainerArguments)[path[0]].fields).get(path[1], "")
             else:
                 text = about.get(name, "") if len(path) == 1 else self._explained_parameter(path[1])
             default = getattr(defaults, name, None) if len(path) == 1 else None
@@ -65,7 +65,7 @@ class Inputs:
     def _explained_parameter(self, name: str) -> str:
         assert self._makes_module is not None
         made_by = self._makes_module
-        texts = _explained(made_by) | _explained(vars(made_by).get("__init__"))
+        texts = explained(made_by) | explained(vars(made_by).get("__init__"))
         parameter = inspect.signature(made_by).parameters[name]
         default = parameter.default
         suffix = "required" if default is parameter.empty else f"default: {_as_option(default)}"
@@ -81,6 +81,7 @@ class Inputs:
         files = [environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in environ else []
         for file in (*files, *given.config):
             values = read_yaml(file)
+            values.pop("target", None)  # of `trainstack train`, which has read it
             if self._makes_module is None:
                 values.pop("module", None)  # of `trainstack train`, which may share the file
             self._plain.add_mapping(values, file)
@@ -143,19 +144,10 @@ class Inputs:
             defaults = {
                 name: parameter.default
                 for name, parameter in inspect.signature(self._makes_module).parameters.items()
-                if _is_plain(parameter.default)
+                if is_plain(parameter.default)
             }
             values["module"] = {**defaults, **self.parameters(target)}
         return values
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a file can hold `value`. An enum or a number of numpy is left out: the file would change its class."""
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (str, bool, int, float)
 
 
 _NUMBER = re.compile(r"-(\.?[0-9]|\.(inf|nan)$)", re.IGNORECASE)
@@ -183,19 +175,3 @@ def _as_option(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-
-
-@functools.lru_cache(maxsize=32)
-def _explained(documented: Any) -> dict[str, str]:
-    """What the docstring says about each argument, in its section `Args:` or `Attributes:`."""
-    found: dict[str, str] = {}
-    names: list[str] = []
-    section = re.search(r"^(?:Args|Attributes):\n((?: .*\n|\n)*)", (inspect.getdoc(documented) or "") + "\n", re.M)
-    for line in section.group(1).splitlines() if section else ():
-        entry = re.match(r"    (\w+(?:, \w+)*)(?: \([^)]*\))?: (.*)", line)
-        if entry:
-            names = entry.group(1).split(", ")
-            found |= dict.fromkeys(names, entry.group(2))
-        else:
-            found |= {name: f"{found[name]} {line.strip()}".rstrip() for name in names}
-    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from trainstack._yaml import write_yaml
+from trainstack._yaml import read_yaml, write_yaml
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
 from trainstack.cli.printing import FAILED, print_lines, print_traceback
@@ -31,13 +33,28 @@ def run(words: Sequence[str]) -> int:
     elif "--help" in words or "-h" in words:
         target, options = None, list(words)
     else:
-        raise ConfigurationError(f"trainstack train needs to be told what to train, before any option. {FORM}")
+        target, options = _target_of(words), list(words)
     try:
         _train(target, options)
     except UserCodeError as error:
         print_traceback(error.__cause__)
         return FAILED
     return 0
+
+
+def _target_of(words: Sequence[str]) -> str:
+    """The target in the last file that `words` or the environment name, such as the `config.yaml` of a run."""
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--config", action="append", default=[])
+    files = [os.environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in os.environ else []
+    targets = [read_yaml(file).get("target") for file in [*files, *given.parse_known_args(words)[0].config]]
+    found = next((target for target in reversed(targets) if target is not None), None)
+    if found is None:
+        raise ConfigurationError(
+            f"trainstack train needs to be told what to train, before any option. {FORM} A file given by --config may "
+            "name it as well, as its key target."
+        )
+    return str(found)
 
 
 def _train(target: str | None, options: list[str]) -> None:
@@ -59,4 +76,6 @@ def _train(target: str | None, options: list[str]) -> None:
 
     seed_everything(arguments.seed)
     with report_user_errors():
-        Trainer(makes_module(**parameters), arguments).train()
+        trainer = Trainer(makes_module(**parameters), arguments)
+        trainer._context.directory.config = {"target": target, "module": inputs.as_file(target)["module"]}
+        trainer.train()

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from trainstack.trainer.data.as_is import as_is
     from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
     from trainstack.trainer.evaluation.metric_of import metric_of
+    from trainstack.trainer.named_parameters import parameter_groups, split_parameters
+    from trainstack.trainer.parser_arguments import ParserArguments
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
     from trainstack.trainer.supervised import SupervisedModule, build_optimizer
@@ -61,6 +63,7 @@ __getattr__ = lazy_imports(
         "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
         "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",
+        "ParserArguments": "trainstack.trainer.parser_arguments",
         "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
@@ -69,6 +72,8 @@ __getattr__ = lazy_imports(
         "call_with_matching_args": "trainstack.trainer.arg_matching",
         "callbacks": "trainstack.trainer.callbacks",
         "metric_of": "trainstack.trainer.evaluation.metric_of",
+        "parameter_groups": "trainstack.trainer.named_parameters",
+        "split_parameters": "trainstack.trainer.named_parameters",
     },
 )
 
@@ -95,6 +100,7 @@ __all__ = [
     "ModuleInterface",
     "OutputCollector",
     "PackedDataset",
+    "ParserArguments",
     "ProgressDisplay",
     "PrometheusWriter",
     "Provenance",
@@ -127,10 +133,12 @@ __all__ = [
     "call_filter",
     "metric_of",
     "document_mask",
+    "parameter_groups",
     "placeholders",
     "read_history",
     "register_writer",
     "schedulers",
     "seed_everything",
+    "split_parameters",
     "unregister_writer",
 ]

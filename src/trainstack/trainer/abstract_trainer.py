@@ -64,8 +64,8 @@ class AbstractTrainer(MediaLog, ABC):
         """Predict for the data of `dataloader`; the collected outputs."""
         raise self._not_offered("predict")
 
-    def request_stop(self, reason: str) -> None:
-        """Ask for the end of the training at the next step boundary."""
+    def request_stop(self, reason: str, *, then_raise: Exception | None = None) -> None:
+        """Ask for the end of the training at the next step boundary; `train()` raises `then_raise` after it."""
         raise self._not_offered("request_stop")
 
     def save_checkpoint(self, force: bool = False) -> None:

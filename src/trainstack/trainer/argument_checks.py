@@ -24,14 +24,14 @@ from trainstack.trainer.tracking.progress import DISPLAYS, ProgressDisplay
 from trainstack.trainer.tracking.writers import check_writers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StatsArguments:
     """PyMarlin's place for `log_steps`; the same as `TrainerArguments.log_every`, and wins over it."""
 
     log_steps: int = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WriterArguments:
     """PyMarlin's place for `tb_log_dir`: where writers write, instead of `TrainerArguments.output_dir`."""
 

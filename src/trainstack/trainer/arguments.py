@@ -73,7 +73,7 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerArguments(metaclass=SuggestsNames):
     """Hyperparameters of a run. Checked when made; never changed afterwards.
 
@@ -281,6 +281,9 @@ class TrainerArguments(metaclass=SuggestsNames):
     amp_level_apex: str = "O1"
 
     def __post_init__(self) -> None:
+        for name, nested in _NESTED.items():  # of parsers that leave nested mappings as they are
+            if isinstance(given := getattr(self, name), Mapping):
+                object.__setattr__(self, name, _build(nested, given, name))
         check_arguments(self)
         object.__setattr__(self, "writers", tuple(self.writers))
         for name, path in expanded_paths(self).items():
@@ -361,6 +364,26 @@ class TrainerArguments(metaclass=SuggestsNames):
     def to_dict(self) -> dict[str, Any]:
         """All arguments as plain values; `from_dict` takes them back."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def to_json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of a file that `from_yaml` reads, for editors and form generators.
+
+        Objects, such as writers, have no plain value and are set in code alone.
+        """
+        from trainstack.trainer.argument_schemas import json_schema
+
+        return json_schema(cls)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from trainstack.trainer.argument_schemas import pydantic_schema
+
+        return pydantic_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        return cls.to_json_schema()
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> TrainerArguments:

@@ -270,3 +270,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Kind]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind in named
     }
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a file can hold `value`. An enum or a number of numpy is left out: the file would change its class."""
+    if type(value) is list:
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (str, bool, int, float)

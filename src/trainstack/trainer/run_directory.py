@@ -7,11 +7,11 @@ import re
 import secrets
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainstack._files import is_address, keep_private, library_error, make_directories
 from trainstack.checkpointing import (
@@ -52,6 +52,7 @@ class RunDirectory:
 
     Attributes:
         saved_paths: of checkpoints that have become safe, for who tells the subscribers of that.
+        config: further keys of the file of arguments; the command line adds the module.
         resume_from: the earlier run whose weights `choose` has found for a new one; None to go by the arguments.
         mirror: uploads the folder, where `output_dir` is an address; the main process uses it.
     """
@@ -62,6 +63,7 @@ class RunDirectory:
         self._module, self._checkpointer, self._private = module, checkpointer, private
         self._path: Path | None = None
         self.saved_paths: deque[Path] = deque()
+        self.config: Mapping[str, Any] = {}
         self.resume_from: Path | None = None
         self.mirror: Mirror | None = None
         self._is_claimed = self._is_written = False
@@ -330,10 +332,11 @@ class RunDirectory:
             with suppress(OSError):  # a disk that is full; the next save does it
                 self._set(replace(self._record, saved=True))
 
-    def begin(self) -> None:
-        """A training begins in the folder that is claimed: record it as not finished."""
+    def begin(self, args: TrainerArguments) -> None:
+        """A training begins in the folder that is claimed: record it as not finished, and its arguments."""
         if self._is_claimed:
             with library_error(self.path):
+                self._files.write_config(args, self.config)
                 self._set(replace(self._record, finished=False))
                 if self.mirror is not None:
                     self.mirror.start()

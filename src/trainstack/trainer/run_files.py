@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile
+from typing import Any
 
-from trainstack._files import is_inside
+from trainstack._files import atomic_write, is_inside, read_small
+from trainstack._yaml import write_yaml
 from trainstack.checkpointing import AbstractCheckpointer, CheckpointInfo, DefaultCheckpointer
 from trainstack.checkpointing.directory import read_entry
 from trainstack.checkpointing.filesystem import remove_file, remove_tree
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.plain_arguments import PlainInputs, is_plain
 from trainstack.trainer.run_record import FILE_NAME, RunRecord, read_record
 from trainstack.trainer.tracking.writers.tensorboard import event_files
 
 RUN_JSON = "run.json"
+CONFIG = "config.yaml"
+_CONFIG_BEGINS = "# Written by trainstack: the arguments of the newest session of this run.\n"
 
 LOG_FILES = (
     "metrics.csv",
@@ -55,6 +63,31 @@ class RunFiles:
             record.write(self._log_dir)
         record.write(self._folder)
 
+    def write_config(self, args: TrainerArguments, given: Mapping[str, Any]) -> None:
+        """Write the arguments as a file for `trainstack train --config`, unless a user's file has its name.
+
+        Values that only code can set are left out, and a comment names them. `given` has further keys.
+        """
+        path = self._folder / CONFIG
+        if path.exists() and not self._has_own_config():
+            return
+        plain, left_out = dict(given), list[str]()
+        for name, value in args.to_dict().items():
+            if _is_readable(type(args), name, value):
+                plain[name] = value
+            else:
+                left_out.append(name)
+        comment = f"# Set in code, and left out here: {', '.join(left_out)}.\n" if left_out else ""
+        start = "" if "target" in given else " FILE.py:MODULE"
+        how = f"# Start the run again: trainstack train{start} --config {CONFIG} --output_dir NEW_FOLDER\n"
+        atomic_write(path, (_CONFIG_BEGINS + how + comment + write_yaml(plain)).encode())
+
+    def _has_own_config(self) -> bool:
+        try:
+            return read_small(self._folder / CONFIG).startswith(_CONFIG_BEGINS.encode())
+        except OSError:
+            return False
+
     def find(self, *, with_checkpoints: bool = True) -> list[Path]:
         """Files of an earlier run in the folder of the run, its checkpoints and exports last."""
         logs = [] if self.logs_elsewhere else self._find_logs()
@@ -79,6 +112,8 @@ class RunFiles:
         for path in [*event_files(self._log_dir / "tensorboard"), *(self._log_dir / name for name in LOG_FILES)]:
             if path.is_file():
                 remove_file(path)
+        if self._has_own_config():
+            remove_file(self._folder / CONFIG)
         best = read_entry(self._folder / "best")  # of the callback BestCheckpoint
         if isinstance(best, CheckpointInfo) and run_id is not None and best.run_id == run_id:
             remove_tree(best.path)
@@ -98,3 +133,12 @@ class RunFiles:
         names = [name for name in LOG_FILES if name != RUN_JSON]  # a start that ended early may have written it
         logs = [self._log_dir / name for name in names]
         return [path for path in logs if path.is_file()] + event_files(self._log_dir / "tensorboard")
+
+
+def _is_readable(cls: type, name: str, value: Any) -> bool:
+    """Whether a file may set the argument `name` to `value`."""
+    try:
+        PlainInputs(cls).add_mapping({name: value}, CONFIG)
+    except ConfigurationError:
+        return False
+    return is_plain(value)

@@ -29,11 +29,13 @@ from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, label
 from trainstack.trainer.data.columns import column_names, select_columns
 from trainstack.trainer.evaluation.metric_of import with_computed
 from trainstack.trainer.module_interface import ModuleInterface
+from trainstack.trainer.named_parameters import split_parameters
 from trainstack.trainer.schedulers.building import build_scheduler, is_scheduler
 from trainstack.trainer.schedulers.placeholders import resolve
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 
-OptimizerSource = Optimizer | Callable[..., Optimizer] | str
+OneOptimizer = Optimizer | Callable[..., Optimizer | Sequence[Optimizer]] | str
+OptimizerSource = OneOptimizer | Mapping[str, OneOptimizer]
 
 
 def build_optimizer(
@@ -93,13 +95,15 @@ class SupervisedModule(ModuleInterface):
             which they need not have outside training, or are a dict of 0-dim losses in training, which are added up. In
             private training it is called with `reduction="none"` where it has that option, and each record takes the
             mean over its own elements, so that class weights count.
-        optimizer: a name such as "adamw", a class, a function of the parameters, or an optimizer over `model`'s; None
-            where nothing is to be trained.
+        optimizer: a name such as "adamw", a class, a function of the parameters that returns one or several, or an
+            optimizer over `model`'s. Or a dict of these by parts of the parameters, which `split_parameters` gives:
+            `{"matrices": "muon", "rest": "adamw"}`. None where nothing is to be trained.
         train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it; None
             where nothing is to be trained.
         val_dataset: likewise, or a dict of them by name; None for no validation.
         test_dataset: likewise, for `Trainer.test`.
-        optimizer_kwargs: for a name, a class or a function; may hold placeholders.
+        optimizer_kwargs: for a name, a class or a function; may hold placeholders. With a dict of optimizers, a dict
+            of such dicts.
         scheduler: a name such as "warmup_cosine", a function of the optimizer, a `SchedulerConfig`, or, where the
             optimizer is made already, its scheduler.
         scheduler_kwargs: for a name; may hold placeholders.
@@ -206,22 +210,19 @@ class SupervisedModule(ModuleInterface):
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         """The optimizer over all parameters, the loss's own included, and the scheduler."""
         options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
-        made = self.optimizer
-        if made is None:
+        if self.optimizer is None:
             raise ModuleContractError(
                 "SupervisedModule was given no optimizer, so it can evaluate and predict, and not train. Write "
                 "SupervisedModule(model, loss, optimizer='adamw', train_dataset=...)."
             )
-        if isinstance(made, str):
-            made = build_optimizer(made, self.parameters(), **options)
-        elif not isinstance(made, Optimizer):
-            made = made(self.parameters(), **options)
-        if not isinstance(made, Optimizer):
-            raise ModuleContractError(
-                f"the optimizer factory returned a {type(made).__name__}. Return an optimizer over the parameters it "
-                "is given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
-            )
-        return [made], [] if self.scheduler is None else [self.scheduler]
+        if isinstance(self.optimizer, Mapping):
+            parts = split_parameters(self, self.optimizer)
+            made = [one for k, p in parts.items() for one in _make_optimizers(self.optimizer[k], p, options.get(k, {}))]
+        else:
+            made = _make_optimizers(self.optimizer, self.parameters(), options)
+        if self.scheduler is None:
+            return made, []
+        return made, [self.scheduler] * (1 if isinstance(self.optimizer, Optimizer) else len(made))
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
         """A loader over the training data."""
@@ -510,9 +511,37 @@ def _named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:
     return scheduler
 
 
+def _make_optimizers(source: Any, parameters: Iterable[Any], options: Mapping[str, Any]) -> list[Optimizer]:
+    made = source
+    if isinstance(source, str):
+        made = build_optimizer(source, parameters, **options)
+    elif not isinstance(source, Optimizer):
+        made = source(parameters, **options)
+    several = list(made) if isinstance(made, list | tuple) and made else [made]
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise ModuleContractError(
+                f"the optimizer factory returned a {type(one).__name__}. Return an optimizer over the parameters it "
+                "is given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+            )
+    return several
+
+
 def _check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any) -> None:
     made = isinstance(optimizer, Optimizer)
-    if isinstance(optimizer, str):
+    if isinstance(optimizer, Mapping):
+        unknown = sorted(set(options) - set(optimizer))
+        if unknown or not all(isinstance(own, Mapping) for own in options.values()):
+            raise ConfigurationError(
+                f"optimizer_kwargs={dict(options)} with optimizers {', '.join(map(repr, optimizer))}: write a dict of "
+                "options for each of these names."
+            )
+        for name, one in optimizer.items():
+            _check_optimizer(one, options.get(name, {}), None)
+            if isinstance(one, Optimizer):
+                raise ConfigurationError(f"the optimizer {name!r} is made already. Give a name, a class or a function.")
+        made = False
+    elif isinstance(optimizer, str):
         optimizer_class(optimizer)
     elif not made and not callable(optimizer) and optimizer is not None:
         raise ConfigurationError(

@@ -100,6 +100,8 @@ class Trainer(AbstractTrainer):
     _run: Run | None = None
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
+    _training = _finished = _making_ready = _is_made = _is_copy = False
+    _then_raise: Exception | None = None
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class Trainer(AbstractTrainer):
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
     ) -> None:
+        self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)
         trainer_backend = _stack_of(trainer_backend, args, self)
@@ -137,7 +140,6 @@ class Trainer(AbstractTrainer):
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state
         self._saver, self._stopper, self._metrics = Saver(context, self._take_checkpoint), Stopper(), metrics
-        self._training = self._finished = self._making_ready = self._is_made = False
         self._give_signals_back = end_when_idle(self, enabled=args.handle_signals)
         self.events.fire(Event.INIT)
         self._is_made = True
@@ -173,6 +175,7 @@ class Trainer(AbstractTrainer):
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
                 "step. Call it again when it has returned, with train(epochs=...) for more epochs."
             )
+        self._refuse_copy(epochs, max_steps)
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
         stopper, saver, late = self._stopper, self._saver, None
@@ -201,6 +204,20 @@ class Trainer(AbstractTrainer):
             log = self._context.log if self.is_main_process else None
             returns = self.args.on_interrupt == "return"
             raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
+        self._raise_requested()
+
+    def _refuse_copy(self, epochs: int | None, max_steps: int | float | None) -> None:
+        if self._is_copy and not (self._finished and epochs is max_steps is None):
+            raise ConfigurationError(
+                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it evaluates, "
+                "predicts and exports only. To train further make a new Trainer with resume=True, which loads the "
+                "last checkpoint."
+            )
+
+    def _raise_requested(self) -> None:
+        then_raise, self._then_raise = self._then_raise, None
+        if then_raise is not None:
+            raise then_raise
 
     def _heed_early_signal(self, error: BaseException) -> None:
         """`error` ended `train()` before training began: record a signal as its cause.
@@ -658,6 +675,37 @@ class Trainer(AbstractTrainer):
             "copy.deepcopy(trainer.module), and give it to a new Trainer."
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What it was made of, counters, history and the states of callbacks: no process, file, lock or optimizer.
+
+        Raises:
+            ConfigurationError: it is training, or was given the layers of a backend as an object.
+        """
+        if self._training:
+            raise ConfigurationError("a Trainer cannot be pickled while it trains. Pickle it before or after train().")
+        names = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")
+        given = dict(zip(names, self._given, strict=True))
+        if isinstance(given["trainer_backend"], TrainerBackend):
+            raise ConfigurationError(
+                "a Trainer with a backend object cannot be pickled, since its layers hold processes and handles. Write "
+                "the backend as a string, with its options in backend_options."
+            )
+        state: dict[str, Any] = {"module": self.module, "args": self.args, **given}
+        if self._run is not None:
+            state["kept"] = {name: getattr(self, name).get_state() for name in _KEPT_IN_PICKLES}
+            state["finished"] = self._finished
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make it anew. A copy of one that has trained evaluates and exports; it does not train further."""
+        kept, finished = state.pop("kept", None), state.pop("finished", False)
+        if kept is not None:  # the module has its weights already
+            state["args"] = replace(state["args"], resume=False, init_weights_from=None, overwrite=False)
+        Trainer.__init__(self, **state)
+        for name, one in (kept or {}).items():
+            getattr(self, name).update_state(one)
+        self._finished, self._is_copy = finished, kept is not None
+
     def load_checkpoints(self) -> Checkpoint:
         """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing."""
         return self._saver.load()
@@ -1112,7 +1160,7 @@ class Trainer(AbstractTrainer):
             )
         return self._reporter
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, then_raise: Exception | None = None) -> None:
         """Ask for the end of the training at the next step boundary; `train()` then returns.
 
         Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
@@ -1121,7 +1169,10 @@ class Trainer(AbstractTrainer):
 
         Args:
             reason: what `stop_reason` says afterwards.
+            then_raise: what `train()` raises on this process once the training has ended in good order. Ask on all
+                processes to have it raised on all.
         """
+        self._then_raise = then_raise
         self._stopper.request(reason)
 
     def on(
@@ -1173,6 +1224,13 @@ class Trainer(AbstractTrainer):
                 f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
                 "trainer.on(event)."
             )
+
+
+def _listed(callbacks: Any) -> Any:
+    return list(callbacks) if isinstance(callbacks, Iterable) else callbacks
+
+
+_KEPT_IN_PICKLES = ("state", "user_state", "history", "events")
 
 
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:

@@ -29,7 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     """How a private run clips, how much noise it adds, and what it may spend. All of it is public.
 

@@ -48,7 +48,7 @@ class ProcessInfo:
     restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DistributedTrainingArguments:
     """The place of this process, said by hand; it goes before what a launcher's variables say.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainstack._tensor_classes import inner_tensors
 from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.encoding import NATIVE, tensor_identity
 from trainstack.checkpointing.pretrained.companions import is_adapted
@@ -111,7 +112,10 @@ def _how_to_load(model_state: Mapping[str, Any], owner: nn.Module | None, *, str
     yield "## Loading"
     if lines := _from_pretrained(owner):
         yield _code(lines)
-    dense = (isinstance(value, torch.Tensor) and value.layout is torch.strided for value in model_state.values())
+    dense = (
+        isinstance(value, torch.Tensor) and value.layout is torch.strided and inner_tensors(value) is None
+        for value in model_state.values()
+    )
     if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]

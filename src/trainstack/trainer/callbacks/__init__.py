@@ -11,6 +11,7 @@ from trainstack.trainer.callbacks.freezer import Freezer
 from trainstack.trainer.callbacks.monitored import BestCheckpoint, EarlyStopping
 from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor, MovingAverage
 from trainstack.trainer.callbacks.profiler import Profiler
+from trainstack.trainer.callbacks.search import OptunaPruning, RayReport
 from trainstack.trainer.callbacks.settings import LimitBatches, SyncBatchNorm
 from trainstack.trainer.callbacks.timing import StepTimer, ThroughputMonitor
 from trainstack.trainer.events import Callback
@@ -43,7 +44,9 @@ __all__ = [
     "LimitBatches",
     "MemoryMonitor",
     "MovingAverage",
+    "OptunaPruning",
     "Profiler",
+    "RayReport",
     "StepTimer",
     "SyncBatchNorm",
     "ThroughputMonitor",

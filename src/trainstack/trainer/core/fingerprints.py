@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainstack._tensor_classes import inner_tensors, plain_parts
+
 MAX_TEXT = 160
 """Longer texts are cut, and end with their hash."""
 MAX_DEPTH = 6
@@ -241,6 +243,8 @@ def _odd(number: int) -> int:
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors of which `tensor` consists."""
+    if inner_tensors(tensor) is not None:
+        return [dense for part in plain_parts(tensor) for dense in _dense_parts(part)]
     tensor = tensor.detach()
     if tensor.is_quantized:
         return [tensor.int_repr()]
@@ -251,27 +255,9 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    if is_quantized_wrapper(tensor):
-        return [dense for part in inner_tensors(tensor) for dense in _dense_parts(part)]
     if tensor.is_nested:
         return list(tensor.unbind())
     return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
-
-
-def is_quantized_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` consists of others and has no memory itself, as the quantized weights of torchao.
-
-    Classes of torch, such as DTensor and nested tensors, answer to all operations themselves.
-    """
-    return hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch.")
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors of which `tensor` consists: itself, or those inside of a quantized weight."""
-    if not is_quantized_wrapper(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [part for name in names for part in inner_tensors(getattr(tensor, name))]
 
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

@@ -19,7 +19,7 @@ NEVER = 1 << 62
 """A step that no run reaches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Every:
     """Every so many global steps, every so many epochs, or whenever a time has passed; one of the three.
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from trainstack._tensor_classes import inner_tensors, map_inner, plain_parts
 from trainstack.checkpointing.difference import differences
-from trainstack.trainer.core.fingerprints import inner_tensors, is_quantized_wrapper
 
 Path = tuple[Any, ...]
 """The keys that lead to a leaf through nested dicts."""
@@ -136,9 +136,13 @@ def _deep_copy(value: Any, on_host: bool = False) -> Any:
         if isinstance(item, Tensor) and is_lazy(item):  # it has no values
             memo[id(item)] = item
         elif isinstance(item, Tensor):
-            detached = item.detach()
-            memo[id(item)] = detached.to("cpu", copy=True) if on_host else detached.clone()
+            memo[id(item)] = map_inner(item, lambda one: _copied_tensor(one, on_host))
     return copy.deepcopy(value, memo)
+
+
+def _copied_tensor(tensor: Tensor, on_host: bool) -> Tensor:
+    detached = tensor.detach()
+    return detached.to("cpu", copy=True) if on_host else detached.clone()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -147,8 +151,8 @@ def same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, Tensor) and is_lazy(one):
         return False
-    if isinstance(one, Tensor) and is_quantized_wrapper(one):
-        parts = [inner_tensors(side) for side in (one, other)]
+    if isinstance(one, Tensor) and inner_tensors(one) is not None:
+        parts = [list(plain_parts(side)) for side in (one, other)]
         return len(parts[0]) == len(parts[1]) and all(map(same, *parts))
     if isinstance(one, Tensor) and one.layout is torch.strided and not one.is_quantized:
         if one.dtype is not other.dtype or one.shape != other.shape or other.layout is not torch.strided:
@@ -170,15 +174,15 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the storages of `tensors`, as far as they have memory."""
-    parts = (part for tensor in tensors for part in inner_tensors(tensor))
-    return {part.untyped_storage().data_ptr() for part in parts if _is_plain(part) or _has_memory(part)} - {0}
+    parts = (part for tensor in tensors for part in plain_parts(tensor))
+    return {t.untyped_storage().data_ptr() for t in parts if _is_plain(t) or _has_memory(t)} - {0}
 
 
 def lies_in(value: Any, memory: set[int]) -> bool:
     """Whether `value` is a tensor in one of the storages of `memory_of`."""
     if not isinstance(value, Tensor):
         return False
-    parts = inner_tensors(value)
+    parts = plain_parts(value)
     return all((_is_plain(p) or _has_memory(p)) and p.untyped_storage().data_ptr() in memory for p in parts)
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstack._tensor_classes import inner_tensors, plain_parts
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, is_storable
 from trainstack.errors import ConfigurationError, NonFiniteError, PeerError
 from trainstack.trainer.core.agreement import Difference, find_difference, format_ranks
-from trainstack.trainer.core.fingerprints import checksums, inner_tensors, is_quantized_wrapper
+from trainstack.trainer.core.fingerprints import checksums
 
 _MOST_AT_ONCE = 1 << 20
 """Elements of a dtype without a norm that are converted at once: 4 MiB of float32."""
@@ -43,8 +44,8 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
 
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
-    if is_quantized_wrapper(tensor):
-        for part in inner_tensors(tensor):
+    if inner_tensors(tensor) is not None:
+        for part in plain_parts(tensor):
             yield from _float_parts(part)
     elif tensor.layout is torch.sparse_coo:
         yield from _float_parts(tensor.coalesce().values())  # values at one place add up

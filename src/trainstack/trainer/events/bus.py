@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from trainstack.errors import ConfigurationError, StopTraining, annotate
@@ -15,6 +15,7 @@ from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import FOREIGN_METHODS, SPANS, Callback, Event
 from trainstack.trainer.events.filters import Filter, adapt_arity, filter_of, name_of
 from trainstack.trainer.events.identities import match_keys, settings_hash
+from trainstack.trainer.events.optimizer_modes import OptimizerModes
 from trainstack.trainer.events.record_access import RECORDS, refuse_records
 from trainstack.trainer.events.weight_swap import WeightSwap
 
@@ -166,6 +167,7 @@ class Events:
     Attributes:
         callbacks: the objects, by their key in checkpoints.
         weight_swap: holds the trained weights while others are in the module, after a training.
+        optimizer_modes: switches optimizers with modes; without optimizers until they are made.
         is_training: whether `train()` is under way.
 
     Raises:
@@ -181,7 +183,7 @@ class Events:
         self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
         self.is_training, self._began_at = False, 0
-        self.weight_swap = WeightSwap()
+        self.weight_swap, self.optimizer_modes = WeightSwap(), OptimizerModes()
         self._hides_records = False
         self._add_methods(module, type(module).__name__, 0)
         self.callbacks: dict[str, Callback] = unique_keys(
@@ -271,13 +273,20 @@ class Events:
         call_all([subscription.call for subscription in self._subscriptions[event]], self.trainer, *given)
 
     def evaluation_contexts(self) -> ExitStack:
-        """A block in which the module is as it is evaluated: all callbacks' contexts, entered."""
+        """A block in which the module is as it is evaluated: optimizers in their modes, all callbacks' contexts."""
         with ExitStack() as contexts:
+            contexts.enter_context(self.optimizer_modes.evaluation())
             for callback in self.callbacks.values():
                 context = callback.evaluation_context(self.trainer)
                 if context is not None:
                     contexts.enter_context(context)
             return contexts.pop_all()
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[None]:
+        """A block in which module and optimizers are as they are trained; for checkpoints."""
+        with self.weight_swap.original_weights(), self.optimizer_modes.training():
+            yield
 
     @property
     def call_steps(self) -> Iterable[int]:
@@ -317,11 +326,15 @@ class Events:
                 )
         self._unclaimed, self.is_training = None, True
         self._began_at = self.trainer.state.global_step
+        self.optimizer_modes.begin_training()
         self.weight_swap.swap_out()
 
     def end_train(self, status: str) -> None:
         """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
         self.is_training = False
+        if self.optimizer_modes.is_used and status != "interrupted":
+            self.weight_swap.swap_in(self.trainer.module)
+            self.optimizer_modes.end_training()
         self.fire(Event.TRAIN_END, status)
         if status != "finished" or not self.trainer.is_main_process:
             return

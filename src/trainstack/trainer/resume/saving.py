@@ -125,7 +125,7 @@ class Saver:
         began = time.monotonic()
         with self.owner.held_for_writing():
             self.claim_directory()
-            with context.events.weight_swap.original_weights():
+            with context.events.trained_weights():
                 checkpoint = self._capture()
                 self.saved_as = self.run_on_rank_zero(lambda: self._hand_over(checkpoint, force), "saving a checkpoint")
             self.saved_at = place
@@ -159,7 +159,7 @@ class Saver:
         asked, self.pending_paths = self.pending_paths, []
         world = self._context.world
         for path, once in asked:
-            with self._context.events.weight_swap.original_weights():
+            with self._context.events.trained_weights():
                 checkpoint, target = self._capture(), local_path(path).absolute()
             if once == "world":
                 self.run_on_rank_zero(partial(self._write_at, target, checkpoint), "saving a checkpoint")
@@ -221,19 +221,31 @@ class Saver:
         about["metadata"] = {**metadata_of(context), "module": type(context.module).__name__}
         if context.stack.is_private:
             about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
-        module_state = dict(context.module.get_state())
-        context.events.fire(Event.SAVE_MODEL, module_state)
-        if path is None:
-            module_state, left_out = context.frozen.split(module_state)
-            about["metadata"] |= {LEFT_OUT: left_out} if left_out else {}
         options: dict[str, Any] = {"part": part, "card": card, "run_id": context.directory.run_id}
         options["owner"] = find_part(context.module, part) if part else None
+        with context.events.optimizer_modes.evaluation():
+            module_state = dict(context.module.get_state())
+            context.events.fire(Event.SAVE_MODEL, module_state)
+            if path is None:
+                module_state, left_out = context.frozen.split(module_state)
+                about["metadata"] |= {LEFT_OUT: left_out} if left_out else {}
+            self._write_model(module_state, about, options, path, overwrite)
+
+    def _write_model(
+        self,
+        module_state: dict[str, Any],
+        about: dict[str, Any],
+        options: dict[str, Any],
+        path: str | os.PathLike[str] | None,
+        overwrite: bool,
+    ) -> None:
+        context = self._context
 
         def write() -> str | None:
             if path is None:
                 self.owner.check()
                 save = context.checkpointer.save_model
-                return save(module_state, state.last_epoch, **keywords_taken(save, about))
+                return save(module_state, context.state.last_epoch, **keywords_taken(save, about))
             if is_address(path):
                 address = remote_address("path", path)
                 with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
@@ -382,7 +394,7 @@ class Saver:
         def begin() -> None:
             if writes_files(self._context):
                 self._claim()
-            self._context.directory.begin()
+            self._context.directory.begin(self._context.args)
 
         self.run_on_rank_zero(begin, "claiming the folder of the run")
         if self._context.world.is_main:

@@ -41,6 +41,7 @@ from trainstack.trainer.evaluation.metrics import Metrics
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
+from trainstack.trainer.events.optimizer_modes import OptimizerModes
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
 from trainstack.trainer.module_interface import MicroBatchInfo, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
@@ -155,6 +156,7 @@ class Run:
         self._prepare_model()
         with context.sink.mute(state):  # a layer may try the module out
             self.loop = self._make_loop()
+        self.events.optimizer_modes = OptimizerModes(self.loop.work.optimizers)
         if not self.stack.is_private:
             self.loop.meter.find_samples = self.data.indices_of
         self.beginnings = Beginnings(context, self.loop)

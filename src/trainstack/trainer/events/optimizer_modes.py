@@ -1,0 +1,96 @@
+"""Training and evaluation modes of optimizers, such as the schedule-free ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+class OptimizerModes:
+    """Switches the optimizers that have both methods `train` and `eval`. They are in training mode from here on.
+
+    `eval` of a schedule-free optimizer writes the averaged weights into the parameters, and `train` computes the
+    trained weights from these, with rounding errors. Training must not depend on how often the module is evaluated, so
+    both methods work on copies of the parameters, and the trained weights stay as they are.
+
+    Args:
+        optimizers: of the run; those without the methods are left out.
+
+    Raises:
+        Exception: whatever `train` of an optimizer raises.
+    """
+
+    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
+        self._optimizers = [
+            one for one in optimizers if all(callable(getattr(one, name, None)) for name in ("train", "eval"))
+        ]
+        self._evaluates = False
+        self._call("train")
+
+    def _call(self, method: str) -> None:
+        for optimizer in self._optimizers:
+            getattr(optimizer, method)()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    @contextmanager
+    def _on_copies(self) -> Iterator[None]:
+        """A block in which the parameters are copies, which are dropped at its end."""
+        kept = [(parameter, parameter.data) for parameter in self._parameters()]
+        for parameter, data in kept:
+            parameter.data = data.clone()
+        try:
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A block in which the optimizers are in evaluation mode."""
+        if self._evaluates or not self._optimizers:
+            yield
+            return
+        with self._on_copies():
+            self._call("eval")
+            self._evaluates = True
+            try:
+                yield
+            finally:
+                self._call("train")
+                self._evaluates = False
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """A block in which the optimizers are in training mode, for checkpoints; the caller supplies the weights."""
+        if not self._evaluates:
+            yield
+            return
+        with self._on_copies():
+            self._call("train")
+        try:
+            yield
+        finally:
+            with self._on_copies():
+                self._call("eval")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an optimizer has modes."""
+        return bool(self._optimizers)
+
+    def end_training(self) -> None:
+        """Put the evaluated weights into the parameters; the trained ones are kept elsewhere."""
+        self._call("eval")
+        self._evaluates = True
+
+    def begin_training(self) -> None:
+        """Training goes on; the caller puts the trained weights back."""
+        if self._evaluates:
+            with self._on_copies():
+                self._call("train")
+            self._evaluates = False

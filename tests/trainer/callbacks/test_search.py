@@ -1,0 +1,120 @@
+"""Callbacks that report to a search for hyperparameters."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import trainstack as ts
+from trainstack.errors import ConfigurationError
+
+X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Pruned(Exception):
+    pass
+
+
+class Trial:
+    """What a callback uses of an Optuna trial: it is pruned at its second report."""
+
+    def __init__(self, direction: str = "MINIMIZE") -> None:
+        self.reports: list[tuple[int, float]] = []
+        self.study = types.SimpleNamespace(direction=types.SimpleNamespace(name=direction))
+
+    def report(self, value: float, step: int) -> None:
+        self.reports.append((step, value))
+
+    def should_prune(self) -> bool:
+        return len(self.reports) == 2
+
+
+@pytest.fixture
+def _optuna(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", types.SimpleNamespace(TrialPruned=Pruned))
+
+
+def make(folder: Path, callbacks: Any, lr: float = 0.01, **options: Any) -> ts.Trainer:
+    torch.manual_seed(0)
+    module = ts.SupervisedModule(nn.Linear(4, 1), nn.MSELoss(), "sgd", DATA, DATA, optimizer_kwargs={"lr": lr})
+    given: Any = {"epochs": 4, "train_batch_size": 4, "writers": [], "progress": "none", "log_level": "ERROR"}
+    return ts.Trainer(module, ts.TrainerArguments(output_dir=folder, **given, **options), callbacks=callbacks)
+
+
+@pytest.mark.usefixtures("_optuna")
+def test_a_pruned_training_ends_in_good_order_and_raises(tmp_path: Path) -> None:
+    trial = Trial()
+    trainer = make(tmp_path, [ts.callbacks.OptunaPruning(trial)])
+    with pytest.raises(Pruned, match="at epoch 1"):
+        trainer.train()
+    assert [step for step, _ in trial.reports] == [0, 1]
+    assert trial.reports[-1][1] == trainer.history.get_latest_metric("val/loss")
+    assert trainer.global_steps_finished == 8
+    assert ts.list_checkpoints(tmp_path / "checkpoints"), "the last checkpoint is missing"
+    trainer.train()  # it is through, and raises nothing more
+
+
+@pytest.mark.usefixtures("_optuna")
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="create_study"):
+        make(tmp_path / "1", [ts.callbacks.OptunaPruning(Trial("MAXIMIZE"))]).train()
+    with pytest.raises(ConfigurationError, match="Give it the trial"):
+        make(tmp_path / "2", [ts.callbacks.OptunaPruning(None)]).train()
+    with pytest.raises(ConfigurationError, match="'epoch' or 'global_step'"):
+        ts.callbacks.OptunaPruning(Trial(), step="step")
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("optuna", "ray", "ray.train"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ts.errors.MissingExtraError, match=r"trainstack\[optuna\]"):
+        ts.callbacks.OptunaPruning(Trial())
+    with pytest.raises(ts.errors.MissingExtraError, match=r"trainstack\[ray\]"):
+        ts.callbacks.RayReport()
+
+
+def test_a_real_study_prunes(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+
+    def objective(trial: Any) -> float:
+        lr = trial.suggest_categorical("lr", [0.05, 1e-4])
+        trainer = make(tmp_path / str(trial.number), [ts.callbacks.OptunaPruning(trial)], lr)
+        trainer.train()
+        return float(trainer.history.get_latest_metric("val/loss"))
+
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=0)
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler({"lr": [0.05, 1e-4]}, seed=0), pruner=pruner)
+    study.enqueue_trial({"lr": 0.05})
+    study.enqueue_trial({"lr": 1e-4})
+    study.optimize(objective, n_trials=2)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_metrics_and_weights_are_reported_to_ray(checkpoint: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    reports: list[tuple[Any, Any]] = []
+
+    def report(metrics: Any, checkpoint: Any = None) -> None:
+        reports.append((metrics, None if checkpoint is None else ts.read_model(checkpoint)))
+
+    place = types.SimpleNamespace(get_world_rank=lambda: 0, get_trial_id=lambda: None)
+    part = types.SimpleNamespace(get_context=lambda: place, report=report)
+    part.Checkpoint = types.SimpleNamespace(from_directory=lambda path: path)
+    ray = types.ModuleType("ray")
+    ray.train = ray.tune = part  # type: ignore[attr-defined]
+    for name, module in {"ray": ray, "ray.train": part, "ray.tune": part}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    trainer = make(tmp_path, [ts.callbacks.RayReport(checkpoint=checkpoint), ts.callbacks.EMA()], validate_every=-2)
+    trainer.train()
+    assert [metrics["epoch"] for metrics, _ in reports] == [0, 1, 2, 3]
+    assert reports[-1][0]["val/loss"] == trainer.history.get_latest_metric("val/loss")
+    last = reports[-1][1]
+    assert (last is not None) is checkpoint
+    if last is not None:  # those that were evaluated
+        assert all(map(torch.equal, last.values(), trainer.module.parameters()))
