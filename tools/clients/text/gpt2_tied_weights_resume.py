@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import trainstack as ts
 
 
-def train(folder, epochs, resume="never"):
+def train(folder, epochs, resume=False):
     ts.seed_everything(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=16, n_layer=2, n_head=2, n_positions=16))
     model.gradient_checkpointing_enable()
