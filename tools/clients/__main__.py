@@ -4,7 +4,7 @@
     make clients ARGS="--only timm peft"      those whose name contains one of these
     make clients ARGS="--restart"             all, also those that have passed before
     make clients ARGS="--list"                the scripts and their last results, nothing is run
-    python -m tools.clients --python PYTHON   with an interpreter that has the packages; no environment is made
+    python -m tools.clients --python main=PATH streaming=PATH   with interpreters that have the packages already
 
 Each script runs in a process and a folder of its own, with a time limit. A result goes to build/clients/results.json
 as soon as it is there. A script that has passed is not run again until its text or the library changes. A script
@@ -85,10 +85,10 @@ def expected_failure(script: Path) -> str | None:
     return next((line.removeprefix(MARK) for line in lines if line.startswith(MARK)), None)
 
 
-def interpreter(environment: str, given: str | None) -> str:
+def interpreter(environment: str, given: dict[str, str]) -> str:
     """The Python that runs the scripts of an environment, which is made where it is missing or its pins have changed."""
-    if given is not None:
-        return given
+    if environment in given:
+        return given[environment]
     folder, pins = WORK / environment, PINS[environment]
     python, stamp = folder / "bin" / "python", folder / ".stamp"
     if not stamp.exists() or stamp.read_bytes() != pins.read_bytes():
@@ -175,12 +175,12 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespace) -> list[Row]:
     """Run what has no result yet, and write each result down at once."""
-    rows = []
+    rows, given = [], dict(pair.split("=", 1) for pair in options.python)
     for script in chosen:
         name, seal = name_of(script), digest(script)
         row = kept.get(name)
         if row is None or row["digest"] != seal or row["result"] == "FAILED":
-            python = interpreter(ENVIRONMENTS.get(script.parent.name, "main"), options.python)
+            python = interpreter(ENVIRONMENTS.get(script.parent.name, "main"), given)
             began = time.monotonic()
             result, note = judged(*run(script, python, options.limit), expected_failure(script))
             seconds = time.monotonic() - began
@@ -199,7 +199,9 @@ def main() -> int:
     """Run the scripts; 1 if one is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="scripts whose name contains it")
-    parser.add_argument("--python", help="run all with this interpreter")
+    parser.add_argument(
+        "--python", nargs="+", default=[], metavar="ENVIRONMENT=PATH", help=f"of {', '.join(PINS)}; made where not given"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a script may take")
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--list", action="store_true", help="run nothing")
