@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -42,7 +43,9 @@ PINS = {
 }
 # What a script of another folder than "main" takes for granted is no client.
 COMMON = {"torch", "numpy", "trainstack", "tools"}
-VERSION = "import sys; from importlib.metadata import *; n = packages_distributions()[sys.argv[1]][0]; print(n, version(n))"
+VERSION = (
+    "import sys; from importlib.metadata import *; n = packages_distributions()[sys.argv[1]][0]; print(n, version(n))"
+)
 
 Row = dict[str, str | float]
 
@@ -86,7 +89,7 @@ def expected_failure(script: Path) -> str | None:
 
 
 def interpreter(environment: str, given: dict[str, str]) -> str:
-    """The Python that runs the scripts of an environment, which is made where it is missing or its pins have changed."""
+    """The Python that runs the scripts of an environment; one that is missing or has other pins is made."""
     if environment in given:
         return given[environment]
     folder, pins = WORK / environment, PINS[environment]
@@ -131,10 +134,8 @@ def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -200,7 +201,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="scripts whose name contains it")
     parser.add_argument(
-        "--python", nargs="+", default=[], metavar="ENVIRONMENT=PATH", help=f"of {', '.join(PINS)}; made where not given"
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="ENVIRONMENT=PATH",
+        help=f"of {', '.join(PINS)}; made where not given",
     )
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a script may take")
     parser.add_argument("--restart", action="store_true", help="forget earlier results")
@@ -217,13 +222,21 @@ def main() -> int:
     else:
         rows = run_all(chosen, kept, options)
     print(*table(rows), sep="\n")
-    counts = {result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(r["result"] for r in rows)}
+    counts = {
+        result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(r["result"] for r in rows)
+    }
     print(f"\n{len(rows)} scripts: " + ", ".join(f"{count} {result}" for result, count in counts.items()))
     return int(any(row["result"] == "FAILED" for row in rows))
 
 
 def _not_run(script: Path) -> Row:
-    return {"name": name_of(script), "client": package_of(script) or "-", "result": "not run", "seconds": 0.0, "note": ""}
+    return {
+        "name": name_of(script),
+        "client": package_of(script) or "-",
+        "result": "not run",
+        "seconds": 0.0,
+        "note": "",
+    }
 
 
 if __name__ == "__main__":

@@ -183,11 +183,11 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     plan: TrainingPlan | None = None
     keep_modes: bool = False
     evaluate_on_main: bool = False
-    micro_batch = _MicroBatchUnderWay()
+    micro_batch: _MicroBatchUnderWay = _MicroBatchUnderWay()
     loss_reduction: Literal["mean", "sum"] | None = None
     splits_batches: bool = True
     hyperparameters: Mapping[str, Any] = MappingProxyType({})
-    logged = _LoggedAlone()
+    logged: _LoggedAlone = _LoggedAlone()
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
     _may_lack_loss: bool = False  # whether `val_step` is known to return no loss sometimes

@@ -136,7 +136,24 @@ class SupervisedModule(ModuleInterface):
         weight_choice: what the loss of the last counted batch is a mean over, in words; empty before the first.
     """
 
-    weight_choice = ""
+    model: nn.Module
+    loss: Callable[..., Any] | None
+    collate_fn: Callable[[Any], Any] | None
+    metrics: Any
+    optimizer: OptimizerSource | None
+    optimizer_kwargs: dict[str, Any]
+    scheduler: Any
+    train_dataset: Any
+    val_dataset: Any
+    test_dataset: Any
+    forward_fns: tuple[str, str]
+    input_mappings: tuple[NameMapping | None, NameMapping | None]
+    output_mappings: tuple[NameMapping | None, NameMapping | None]
+    target_keys: Sequence[str] | None
+    loss_weight: Any
+    train_dataloader_kwargs: dict[str, Any]
+    val_dataloader_kwargs: dict[str, Any]
+    weight_choice: str = ""
     loss_per_record = False
 
     def __init__(
@@ -268,7 +285,9 @@ class SupervisedModule(ModuleInterface):
                 "and no target at the end of a tuple. Write a function of the batch that counts them."
             )
         self.weight_choice = "samples"
-        return super().batch_weight(batch)
+        return super().batch_weight(
+            tuple(batch) if isinstance(batch, list) else batch
+        )  # inputs and target, not samples
 
     def _counts_samples(self) -> bool:
         return self.loss_weight == "samples" or (self.loss_weight is None and self.loss is not None)
@@ -408,6 +427,7 @@ class SupervisedModule(ModuleInterface):
         if keys is None:
             takes = parameters_of(self._method(training))
             keys = [] if takes.takes_all else [key for key in batch if key not in takes.names]
+            keys = keys or [key for key in TARGETS if key in batch]  # which the model takes to compute its own loss
         return {key: batch[key] for key in keys if key in batch}
 
     def _training_loss(self, outputs: Any, batch: Any) -> Any:

@@ -11,7 +11,9 @@ from torch.utils.data import TensorDataset
 
 import trainstack as ts
 
-ConfigStore.instance().store("config", {"lr": 0.1, "trainer": {"epochs": 2, "train_batch_size": 8, "output_dir": "run"}})
+ConfigStore.instance().store(
+    "config", {"lr": 0.1, "trainer": {"epochs": 2, "train_batch_size": 8, "output_dir": "run"}}
+)
 
 
 @hydra.main(version_base=None, config_name="config")

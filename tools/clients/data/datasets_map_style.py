@@ -16,7 +16,6 @@ if __name__ == "__main__":
         data["train"],
         data["test"],
         input_mapping={"x": "input", "y": "target"},
-        output_mapping=lambda outputs: {"input": outputs},
         optimizer_kwargs={"lr": 0.1},
     )
     trainer = ts.Trainer(module, ts.TrainerArguments(epochs=4, train_batch_size=4, val_batch_size=4))

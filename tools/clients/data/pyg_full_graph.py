@@ -28,13 +28,13 @@ class Nodes(ts.ModuleInterface):
     def batch_weight(self, batch):
         return 1
 
-    def train_step(self, global_step, graph, device):
-        scores = self.conv(graph.x, graph.edge_index)
-        return cross_entropy(scores[graph.train_mask], graph.y[graph.train_mask])
+    def train_step(self, global_step, batch, device):
+        scores = self.conv(batch.x, batch.edge_index)
+        return cross_entropy(scores[batch.train_mask], batch.y[batch.train_mask])
 
-    def val_step(self, global_step, graph, device):
-        scores = self.conv(graph.x, graph.edge_index)[~graph.train_mask]
-        return {"right": scores.argmax(1) == graph.y[~graph.train_mask]}
+    def val_step(self, global_step, batch, device):
+        scores = self.conv(batch.x, batch.edge_index)[~batch.train_mask]
+        return {"right": scores.argmax(1) == batch.y[~batch.train_mask]}
 
     def on_end_val_epoch(self, global_step, outputs, key="default"):
         self.log("val/accuracy", outputs["right"].float().mean())

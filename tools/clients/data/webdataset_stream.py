@@ -38,7 +38,9 @@ class Streamed(ts.ModuleInterface):
 
 def train(folder):
     module = Streamed(folder)
-    trainer = ts.Trainer(module, ts.TrainerArguments(backend="ddp", train_batch_size=8, data_sharding={"train": "loader"}))
+    trainer = ts.Trainer(
+        module, ts.TrainerArguments(backend="ddp", train_batch_size=8, data_sharding={"train": "loader"})
+    )
     trainer.train()
     trainer.close()
     return module.seen

@@ -23,7 +23,9 @@ if __name__ == "__main__":
     inputs = torch.randn(60, 2)
     relevant = (inputs[:, :1] == inputs[:, :1].reshape(12, 5).amax(1).repeat_interleave(5)[:, None]).float()
     data = TensorDataset(inputs, relevant, torch.arange(12).repeat_interleave(5))
-    module = Ranking(nn.Linear(2, 1), nn.MSELoss(), "adam", data, data, optimizer_kwargs={"lr": 0.1}, metrics={"mrr": RetrievalMRR()})
+    module = Ranking(
+        nn.Linear(2, 1), nn.MSELoss(), "adam", data, data, optimizer_kwargs={"lr": 0.1}, metrics={"mrr": RetrievalMRR()}
+    )
     trainer = ts.Trainer(module, ts.TrainerArguments(epochs=5, train_batch_size=20, val_batch_size=17))
     trainer.train()
     assert trainer.history.get_latest_metric("val/mrr") == 1.0

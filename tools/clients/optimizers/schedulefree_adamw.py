@@ -13,7 +13,9 @@ def train(epochs, folder):
     ts.seed_everything(0)
     inputs = torch.randn(64, 2)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    module = ts.SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), AdamWScheduleFree, data, data, optimizer_kwargs={"lr": 0.1})
+    module = ts.SupervisedModule(
+        nn.Linear(2, 1), nn.MSELoss(), AdamWScheduleFree, data, data, optimizer_kwargs={"lr": 0.1}
+    )
     args = ts.TrainerArguments(epochs=epochs, train_batch_size=8, val_batch_size=32, output_dir=folder, resume="auto")
     trainer = ts.Trainer(module, args)
     trainer.train()

@@ -24,7 +24,9 @@ class Theirs(ts.Callback):
 if __name__ == "__main__":
     ts.seed_everything(0)
     inputs = torch.randn(64, 3)
-    module = ts.SupervisedModule(nn.Linear(3, 1), nn.MSELoss(), "sgd", TensorDataset(inputs, inputs.sum(1, keepdim=True)))
+    module = ts.SupervisedModule(
+        nn.Linear(3, 1), nn.MSELoss(), "sgd", TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    )
     theirs, own = Theirs(), ts.callbacks.EMA(0.9, warmup=False)
     ts.Trainer(module, ts.TrainerArguments(epochs=2, train_batch_size=8), callbacks=[theirs, own]).train()
     assert torch.equal(module.model.weight, theirs.swa.module.weight)

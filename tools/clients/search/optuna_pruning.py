@@ -16,7 +16,12 @@ def objective(trial):
     rate = trial.suggest_categorical("lr", [0.1, 1e-6])
     module = ts.SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": rate})
     args = ts.TrainerArguments(
-        epochs=4, train_batch_size=8, val_batch_size=32, output_dir=f"trials/{trial.number}", writers=[], log_level="ERROR"
+        epochs=4,
+        train_batch_size=8,
+        val_batch_size=32,
+        output_dir=f"trials/{trial.number}",
+        writers=[],
+        log_level="ERROR",
     )
     trainer = ts.Trainer(module, args, callbacks=[ts.callbacks.OptunaPruning(trial)])
     trainer.train()
@@ -25,7 +30,9 @@ def objective(trial):
 
 if __name__ == "__main__":
     sampler = optuna.samplers.GridSampler({"lr": [0.1, 1e-6]}, seed=1)
-    study = optuna.create_study(sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=1))
+    study = optuna.create_study(
+        sampler=sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=1)
+    )
     study.enqueue_trial({"lr": 0.1})
     study.optimize(objective, n_trials=3)
     states = {trial.params["lr"]: trial.state.name for trial in study.trials}

@@ -15,7 +15,12 @@ def objective(trial):
     rate = trial.suggest_float("lr", 1e-4, 0.5, log=True)
     module = ts.SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": rate})
     args = ts.TrainerArguments(
-        epochs=3, train_batch_size=8, val_batch_size=32, output_dir=f"trials/{trial.number}", writers=[], log_level="ERROR"
+        epochs=3,
+        train_batch_size=8,
+        val_batch_size=32,
+        output_dir=f"trials/{trial.number}",
+        writers=[],
+        log_level="ERROR",
     )
     trainer = ts.Trainer(module, args)
     trainer.train()

@@ -18,7 +18,12 @@ def train(config):
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     module = ts.SupervisedModule(nn.Linear(4, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": 0.1})
     args = ts.TrainerArguments(
-        backend="ddp", train_batch_size=16, val_batch_size=16, epochs=3, output_dir=config["output_dir"], progress="none"
+        backend="ddp",
+        train_batch_size=16,
+        val_batch_size=16,
+        epochs=3,
+        output_dir=config["output_dir"],
+        progress="none",
     )
     trainer = ts.Trainer(module, args)
     trainer.train()

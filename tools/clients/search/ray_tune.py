@@ -20,7 +20,9 @@ def train(config):
     ts.seed_everything(0)
     inputs = torch.randn(64, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    module = ts.SupervisedModule(nn.Linear(4, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": config["lr"]})
+    module = ts.SupervisedModule(
+        nn.Linear(4, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": config["lr"]}
+    )
     folder = os.path.join(tune.get_context().get_trial_dir(), "run")
     args = ts.TrainerArguments(epochs=2, train_batch_size=16, val_batch_size=16, output_dir=folder, progress="none")
     ts.Trainer(module, args, callbacks=[Report()]).train()

@@ -8,7 +8,9 @@ import trainstack as ts
 
 def train(limit):
     ts.seed_everything(0)
-    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     rows = []
     for i in range(16):
         ids = torch.randint(1, 20, (8,))

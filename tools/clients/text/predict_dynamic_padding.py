@@ -26,5 +26,8 @@ if __name__ == "__main__":
     logits = trainer.validate(pad_value=-100.0)["default"]["outputs"]["logits"]
     assert logits.shape == (12, 12, 2)
     assert (logits[0, 4:] == -100).all()  # the first batch was padded to four tokens
-    lengths = [batch["logits"].shape[1] for batch in trainer.predict(module.get_val_dataloaders(torch.utils.data.SequentialSampler, 4), stream=True)]
+    lengths = [
+        batch["logits"].shape[1]
+        for batch in trainer.predict(module.get_val_dataloaders(torch.utils.data.SequentialSampler, 4), stream=True)
+    ]
     assert lengths == [4, 8, 12]

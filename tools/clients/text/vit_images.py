@@ -9,7 +9,13 @@ import trainstack as ts
 if __name__ == "__main__":
     ts.seed_everything(0)
     config = ViTConfig(
-        image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3
+        image_size=16,
+        patch_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=3,
     )
     data = Dataset.from_list([{"seed": i, "label": i % 3} for i in range(12)])
 

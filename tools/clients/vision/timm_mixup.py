@@ -24,7 +24,9 @@ def train():
     model = timm.create_model("mobilenetv3_small_050", num_classes=5)
     # timm's Mixup takes the device of the batch only if it is told; on the CPU it must be.
     Mixed.mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=5)
-    trainer = ts.Trainer(Mixed(model, torch.nn.CrossEntropyLoss(), "adamw", data, data), ts.TrainerArguments(train_batch_size=8))
+    trainer = ts.Trainer(
+        Mixed(model, torch.nn.CrossEntropyLoss(), "adamw", data, data), ts.TrainerArguments(train_batch_size=8)
+    )
     trainer.train()
     return trainer.history.get_metric_values("train/loss_epoch")
 

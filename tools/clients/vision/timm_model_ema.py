@@ -15,7 +15,7 @@ class TimmEma(ts.Callback):
         self.ema = ModelEmaV3(trainer.module.model, decay=0.9)
 
     def on_train_step_end(self, trainer, step):
-        self.ema.update(trainer.module.model, step=step)
+        self.ema.update(trainer.module.model)
 
 
 if __name__ == "__main__":

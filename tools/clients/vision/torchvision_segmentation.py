@@ -45,7 +45,9 @@ if __name__ == "__main__":
     assert trainer.validate()["default"]["masks"].shape == (4, 32, 32)
 
     # The same network without a class of the user's: `out` is what the loss calls `input`.
-    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
+    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=3
+    )
     module = ts.SupervisedModule(
         model, cross_entropy, "adamw", TensorDataset(images, masks), output_mapping=lambda outputs: outputs["out"]
     )

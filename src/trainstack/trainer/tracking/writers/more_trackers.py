@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from trainstack.errors import ConfigurationError
@@ -181,7 +181,8 @@ class CometWriter(Tracker):
             comes from Comet's environment variables, such as COMET_API_KEY and COMET_START_ONLINE.
     """
 
-    package, extra = "comet_ml", "comet"
+    package: ClassVar[str] = "comet_ml"
+    extra: ClassVar[str] = "comet"
 
     def __init__(self, *, own_run: bool = False, artifacts: Artifacts = "none", **options: Any) -> None:
         super().__init__(own_run=own_run or "experiment_key" in options, artifacts=artifacts)
