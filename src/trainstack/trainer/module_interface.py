@@ -180,7 +180,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
             `compute` and `reset`; see docs/validation.md.
     """
 
-    plan: TrainingPlan | None = None
+    plan: TrainingPlan = None  # type: ignore[assignment]  # what a user writes runs after it is set
     keep_modes: bool = False
     evaluate_on_main: bool = False
     micro_batch: _MicroBatchUnderWay = _MicroBatchUnderWay()

@@ -427,7 +427,6 @@ class SupervisedModule(ModuleInterface):
         if keys is None:
             takes = parameters_of(self._method(training))
             keys = [] if takes.takes_all else [key for key in batch if key not in takes.names]
-            keys = keys or [key for key in TARGETS if key in batch]  # which the model takes to compute its own loss
         return {key: batch[key] for key in keys if key in batch}
 
     def _training_loss(self, outputs: Any, batch: Any) -> Any:
