@@ -124,19 +124,15 @@ def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
             errors="replace",
             start_new_session=True,  # so that its children end with it
         )
-        try:
-            output = process.communicate(timeout=limit_s)[0]
-        except subprocess.TimeoutExpired:
-            return "FAILED", f"took more than {limit_s:.0f} s"
-        finally:
-            _end_group(process)
+        with process:
+            try:
+                output = process.communicate(timeout=limit_s)[0]
+            except subprocess.TimeoutExpired:
+                return "FAILED", f"took more than {limit_s:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     return ("passed" if process.returncode == 0 else "FAILED"), output[-4000:]
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def judged(result: str, output: str, reason: str | None) -> tuple[str, str]:

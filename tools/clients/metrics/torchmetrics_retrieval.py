@@ -11,7 +11,7 @@ import trainstack as ts
 class Ranking(ts.SupervisedModule):
     def val_step(self, global_step, batch, device):
         inputs, relevant, query = batch
-        return {"preds": self.model(inputs).squeeze(1), "target": relevant > 0, "indexes": query}
+        return {"preds": self.model(inputs).squeeze(1), "target": relevant.squeeze(1) > 0, "indexes": query}
 
     def train_step(self, global_step, batch, device):
         inputs, relevant, _ = batch
