@@ -13,7 +13,7 @@ if __name__ == "__main__":
     save_file(nn.Linear(3, 1).state_dict(), "weights.safetensors")
     with init_empty_weights():
         net = nn.Linear(3, 1)
-    net = load_checkpoint_and_dispatch(net, "weights.safetensors")
+    net = load_checkpoint_and_dispatch(net, "weights.safetensors", device_map={"": "cpu"})
     inputs = torch.randn(32, 3)
     data = TensorDataset(inputs, inputs[:, :1])
     trainer = ts.Trainer(ts.SupervisedModule(net, nn.MSELoss(), "sgd", data), ts.TrainerArguments(train_batch_size=8))
