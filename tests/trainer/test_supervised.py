@@ -284,12 +284,6 @@ def test_a_val_step_that_names_its_outputs_otherwise_feeds_metrics_by_name(tmp_p
     assert train(module, tmp_path, val_batch_size=4).history.get_latest_metric("val/right/number") == 10
 
 
-def test_a_list_of_inputs_and_target_weighs_its_samples(tmp_path: Path) -> None:
-    features, labels = numbers(10).tensors
-    module = SupervisedModule(Net(), cross_entropy, "sgd", None)
-    assert module.batch_weight([features, labels]) == module.batch_weight((features, labels)) == 10
-
-
 @pytest.mark.spec("FN-10", "FN-15", "FN-16", "HZ-17")
 def test_training_and_validation_may_have_mappings_and_methods_of_their_own(tmp_path: Path) -> None:
     module = Watched(

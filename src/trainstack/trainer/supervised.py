@@ -285,9 +285,7 @@ class SupervisedModule(ModuleInterface):
                 "and no target at the end of a tuple. Write a function of the batch that counts them."
             )
         self.weight_choice = "samples"
-        return super().batch_weight(
-            tuple(batch) if isinstance(batch, list) else batch
-        )  # inputs and target, not samples
+        return super().batch_weight(batch)
 
     def _counts_samples(self) -> bool:
         return self.loss_weight == "samples" or (self.loss_weight is None and self.loss is not None)

@@ -14,7 +14,7 @@ class Line(ts.SupervisedModule):
     def get_train_dataloader(self, sampler, batch_size):
         node = tn.MapStyleWrapper(map_dataset=ROWS, sampler=RandomSampler(ROWS))
         node = tn.Batcher(node, batch_size=batch_size, drop_last=False)
-        return tn.Loader(tn.Mapper(node, default_collate))
+        return tn.Loader(tn.Mapper(node, lambda rows: tuple(default_collate(rows))))  # a list could be samples
 
 
 if __name__ == "__main__":
