@@ -176,7 +176,8 @@ class CometWriter(Tracker):
     An experiment that is running in the process is used.
 
     Args:
-        own_run, artifacts: see `Tracker`.
+        own_run: see `Tracker`.
+        artifacts: see `Tracker`.
         options: of `comet_ml.start`, such as `project_name`, `online=False`, `experiment_config`. What is left out
             comes from Comet's environment variables, such as COMET_API_KEY and COMET_START_ONLINE.
     """
