@@ -137,7 +137,7 @@ class SupervisedModule(ModuleInterface):
     """
 
     model: nn.Module
-    loss: Callable[..., Any] | None
+    loss: Any
     collate_fn: Callable[[Any], Any] | None
     metrics: Any
     optimizer: OptimizerSource | None

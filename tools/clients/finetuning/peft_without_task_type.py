@@ -1,5 +1,4 @@
 """LoRA without `task_type` on a timm model and on a network of the user's, from dict batches."""
-# expected to fail: a PeftModel without task_type takes *args, and is not matched by name yet
 
 import timm
 import torch

@@ -1,5 +1,4 @@
 """The card of an export is read by huggingface_hub, front matter included."""
-# expected to fail: the README of an export has no front matter yet
 
 import torch
 from huggingface_hub import ModelCard

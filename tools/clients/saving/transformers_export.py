@@ -1,5 +1,4 @@
 """`export(part="model")` of a model of transformers is a folder that `from_pretrained` reads."""
-# expected to fail: export() has no part yet
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
