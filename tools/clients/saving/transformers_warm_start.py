@@ -1,5 +1,4 @@
 """`init_weights_from` reads a folder of `save_pretrained`, its file, and a sharded index."""
-# expected to fail: folders without a manifest are refused yet
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
