@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -37,6 +37,7 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 	$(BIN)/mypy
 	@if [ -f tools/features.py ]; then echo "$(BIN)/python tools/features.py --check"; $(BIN)/python tools/features.py --check; fi
 	$(BIN)/python tools/messages.py --check
+	$(BIN)/python -m tools.editor_types
 	@$(MAKE) --no-print-directory docs
 
 bench: .venv/.stamp ## time a training step
@@ -54,6 +55,9 @@ conformance: .venv/.stamp ## put trainers to the public suite and print the tabl
 	$(BIN)/python -m tools.conformance $(ARGS)
 
 conformance-peers: .venv-peers/.stamp ## make .venv-peers, with the other trainers at their pinned releases
+
+clients: ## run scripts of users of 40 other projects, in environments of their own; continues after a kill; ARGS="--only timm"
+	$(PYTHON) -m tools.clients $(ARGS)
 
 kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the resumed ones end with
 	$(BIN)/python -m tools.kills $(ARGS)

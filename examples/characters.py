@@ -14,6 +14,7 @@ import argparse
 import math
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,8 +78,8 @@ class Writer(ModuleInterface):
         super().__init__()
         self.model = Transformer(width, layers)
         texts = [text for _, text in sorted(topics.items())]
-        self.train_data = paragraphs(text for number, text in enumerate(texts) if number % 10)
-        self.val_data = paragraphs(texts[::10])  # whole topics, so that nothing of them has been seen
+        self.train_data: Any = paragraphs(text for number, text in enumerate(texts) if number % 10)
+        self.val_data: Any = paragraphs(texts[::10])  # whole topics, so that nothing of them has been seen
 
     def get_train_dataloader(self, sampler, batch_size):
         return DataLoader(self.train_data, batch_size, sampler=sampler(self.train_data), collate_fn=pad)
@@ -141,12 +142,13 @@ def main():
     )
     averages = callbacks.EMA(0.99)  # evaluated and exported instead of the last weights
     patience = callbacks.EarlyStopping("val/loss", patience=2)
-    trainer = Trainer(Writer(given.width, given.layers), args, callbacks=[averages, patience])
+    module = Writer(given.width, given.layers)
+    trainer = Trainer(module, args, callbacks=[averages, patience])
     trainer.train()
     bits = trainer.history.get_latest_metric("val/loss") / math.log(2)
     trainer.print(f"{bits:.2f} bits a character on topics that it has not read")
     with torch.no_grad():
-        trainer.print(trainer.module.eval().write("The "))
+        trainer.print(module.eval().write("The "))
 
 
 if __name__ == "__main__":

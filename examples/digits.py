@@ -10,6 +10,7 @@ checkpoint and ends with the same weights, bit for bit, as if nothing had happen
 import argparse
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -45,7 +46,7 @@ class Digits(ModuleInterface):
             *(nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
             *(nn.Flatten(), nn.Dropout(0.25), nn.Linear(32 * 4 * 4, 10)),
         )
-        data = load_digits()
+        data: Any = load_digits()
         images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8), 0 to 1
         labels = torch.tensor(data.target)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the same split every time

@@ -11,6 +11,7 @@ Start the command again after an interruption, and it goes on where it was.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -127,7 +128,7 @@ def main():
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: auto)")
     given = parser.parse_args()
 
-    data = load_digits()
+    data: Any = load_digits()
     images, labels = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the same split every time
     everything, few, val = (

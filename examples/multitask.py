@@ -13,6 +13,7 @@ interruption, and it goes on where it was: with both optimizers, at the same sam
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -65,7 +66,8 @@ class TwoTasks(ModuleInterface):
             *(nn.Linear(128, 128), nn.ReLU(), nn.Dropout(0.2)),
         )
         self.digit, self.whole = nn.Linear(128, 10), nn.Linear(128, 64)
-        data, generator = load_digits(), torch.Generator().manual_seed(0)  # the same split every time
+        data: Any = load_digits()
+        generator = torch.Generator().manual_seed(0)  # the same split every time
         images, labels = torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target)
         order = torch.randperm(len(images), generator=generator)
         labelled, unlabelled, val = order[:LABELLED], order[LABELLED:TRAINING], order[TRAINING:]
@@ -107,7 +109,7 @@ class TwoTasks(ModuleInterface):
         return self.digit_loss(batch) if "digit" in batch else self.pixel_loss(batch)
 
     def on_end_val_epoch(self, global_step, losses, correct=None, key="default"):
-        if key == "digits":
+        if correct is not None:  # the loader of the digits
             self.log("val/digits/accuracy", correct.float().mean())
 
 

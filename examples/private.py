@@ -12,6 +12,7 @@ budget is trained in several times. It takes one to two minutes.
 import argparse
 from pathlib import Path
 from statistics import fmean
+from typing import Any, cast
 
 import torch
 from private_curves import draw_costs
@@ -56,7 +57,7 @@ class Insurance(ModuleInterface):
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(nn.Linear(len(INSURANCE_SCALES), 32), nn.Tanh(), nn.Linear(32, 2))
-        rows = randhie.load_pandas().data
+        rows: Any = randhie.load_pandas().data
         columns = [torch.tensor(rows[name].to_numpy()) / scale for name, scale in INSURANCE_SCALES.items()]
         inputs = torch.stack(columns, dim=1).float()
         saw_a_doctor = torch.tensor(rows["mdvis"].to_numpy() > 0).long()
@@ -93,7 +94,7 @@ class Digits(Insurance):
     def __init__(self):
         ModuleInterface.__init__(self)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-        data = load_digits()
+        data: Any = load_digits()
         images = torch.tensor(data.data, dtype=torch.float32) / 16  # pixels are 0 to 16 by definition
         self.train_data, self.val_data = split(images, torch.tensor(data.target), 1437)
 
@@ -150,7 +151,7 @@ def compare(name, given):
         return train(name, arguments(name, epsilon, given.output_dir / name / folder, given.epochs, given.device))
 
     metric = TASKS[name].metric
-    _, without = run(None, "not-private")
+    trainer, without = run(None, "not-private")
     print(f"{name}: {metric} {without:.3f} without privacy", flush=True)
     points = []
     for epsilon in given.epsilons:
@@ -175,16 +176,17 @@ def main():
     panels, statements = {}, []
     for name in given.data:
         without, points, trainer = compare(name, given)
-        task, rows = TASKS[name], len(trainer.module.train_data)
+        task, module = TASKS[name], cast(Any, trainer.module)
+        rows = len(module.train_data)
         panels[f"{name}: {rows:,} rows, delta {task.delta:g}"] = (task.metric, without, task.guessing, points)
         statements.append(f"{name}, the last run:\n{trainer.privacy_statement().text}")
     picture = given.picture or given.output_dir / "cost-of-privacy.png"
     draw_costs(picture, panels)
     print("", *statements, sep="\n")
-    for name in given.data:
-        args = arguments(name, 1.0, given.output_dir, device=given.device)
+    tried: dict[str, Any] = {name: arguments(name, 1.0, given.output_dir, device=given.device) for name in given.data}
+    for name, args in tried.items():
         print(f"\n{audit_module(TASKS[name](), args, rounds=2).text}")
-    print(f"\n{audit(args.differential_privacy_args).text}")
+    print(f"\n{audit(tried[given.data[-1]].differential_privacy_args).text}")
     print(f"\nThe picture: {picture}")
 
 

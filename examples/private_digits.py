@@ -14,6 +14,7 @@ import argparse
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -53,7 +54,7 @@ class Digits(SupervisedModule):
     """A linear model on oriented gradients."""
 
     def __init__(self):
-        data = load_digits()
+        data: Any = load_digits()
         features = oriented_gradients(torch.tensor(data.images, dtype=torch.float32) / 16)  # pixels are 0 to 16
         labels = torch.tensor(data.target)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -82,7 +83,7 @@ def main():
     parser.add_argument("--output-dir", type=Path, default=Path("runs/private-digits"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: auto)")
     given = parser.parse_args()
-    reached = []
+    reached, statements = [], []
     for number in range(1, given.runs + 1):
         args = TrainerArguments(
             backend="sp-dp",
@@ -105,8 +106,9 @@ def main():
         trainer = Trainer(Digits(), args)
         trainer.train()
         reached.append(float(trainer.history.get_latest_metric("val/accuracy")))
+        statements.append(trainer.privacy_statement().text)
     print(f"\naccuracy {fmean(reached):.3f} ({min(reached):.3f} to {max(reached):.3f} in {len(reached)} runs)")
-    print(trainer.privacy_statement().text)
+    print(statements[-1])
 
 
 if __name__ == "__main__":

@@ -35,13 +35,32 @@ def names_of(package: str) -> dict[str, object]:
 
 
 def undocumented() -> list[str]:
-    """Public classes, functions and modules without a docstring; constants are documented where they are defined."""
-    return sorted(
-        f"{package}.{name}"
-        for package in PACKAGES
-        for name, value in names_of(package).items()
-        if (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)) and not value.__doc__
-    )
+    """Public classes, functions, methods and modules without a docstring; constants have theirs in the source."""
+    missing = set()
+    for package in PACKAGES:
+        for name, value in names_of(package).items():
+            if (inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)) and not value.__doc__:
+                missing.add(f"{package}.{name}")
+            if inspect.isclass(value):
+                missing |= {f"{package}.{name}.{method}" for method in undocumented_methods(value)}
+    return sorted(missing)
+
+
+def undocumented_methods(owner: type) -> list[str]:
+    """Public methods and properties of a class, inherited ones included, without a docstring of their own or a base's.
+
+    Methods that are called like an event are documented by `Event`.
+    """
+    events = {f"on_{event.value}" for event in importlib.import_module("trainstack").Event}
+    own = {name: base for base in owner.__mro__ if base.__module__.startswith("trainstack") for name in vars(base)}
+    return [
+        name
+        for name in own
+        if not name.startswith("_")
+        and name not in events
+        and (inspect.isroutine(getattr(owner, name)) or isinstance(getattr(owner, name), property))
+        and not inspect.getdoc(getattr(owner, name))
+    ]
 
 
 def inventory(site: Path) -> set[str]:

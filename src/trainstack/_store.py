@@ -104,6 +104,8 @@ class TimedStore:
         pending: the requests under way, by a unique key, with the time at which they were made.
     """
 
+    raw: Store
+
     def __init__(
         self,
         store: Store,

@@ -13,6 +13,22 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
     assert public_names.undocumented() == []
 
 
+class Documented(trainstack.Callback):
+    """A callback with a method that its event documents, one that a base documents, and one that nothing does."""
+
+    __module__ = "trainstack.made_up"  # methods of other projects are not looked at
+
+    def on_train_begin(self) -> None: ...
+
+    def get_state(self) -> None: ...
+
+    def helps(self) -> None: ...
+
+
+def test_a_method_without_a_docstring_is_told() -> None:
+    assert public_names.undocumented_methods(Documented) == ["helps"]
+
+
 def test_every_name_that_trainstack_exports_is_looked_at() -> None:
     assert set(public_names.names_of("trainstack")) == set(trainstack.__all__) - {"__version__"}
     assert {"TOTAL_STEPS", "WORLD_SIZE"} <= set(public_names.names_of("trainstack.trainer.schedulers.placeholders")) | {

@@ -234,6 +234,56 @@ def test_a_model_that_takes_everything_leaves_no_targets(tmp_path: Path) -> None
     assert module.seen["default"]["targets"] == {}
 
 
+class OwnLoss(nn.Module):
+    """Takes its labels and gives logits, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(features)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class RightShare:
+    """The number of right predictions, and of all."""
+
+    def reset(self) -> None:
+        self.right = self.number = 0
+
+    __init__ = reset
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        self.right += int((preds.argmax(1) == target).sum())
+        self.number += len(target)
+
+    def compute(self) -> dict[str, float]:
+        return {"share": self.right / self.number, "number": self.number}
+
+
+def test_a_metric_finds_labels_that_the_model_takes_itself(tmp_path: Path) -> None:
+    rows = [{"features": features, "labels": label} for features, label in zip(*numbers(10).tensors, strict=True)]
+    module = Watched(OwnLoss(), None, "sgd", rows, rows, metrics={"right": RightShare()})
+    trainer = train(module, tmp_path, val_batch_size=4)
+
+    logits = module.seen["default"]["outputs"]["logits"]
+    share = (logits.argmax(1) == numbers(10).tensors[1]).float().mean()
+    assert trainer.history.get_latest_metric("val/right/share") == pytest.approx(float(share))
+    assert trainer.history.get_latest_metric("val/right/number") == 10
+    assert module.seen["default"]["targets"] == {}
+
+
+def test_a_val_step_that_names_its_outputs_otherwise_feeds_metrics_by_name(tmp_path: Path) -> None:
+    class Ranking(SupervisedModule):
+        def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
+            return {"preds": self.model(batch[0]), "target": batch[1]}
+
+    data = numbers(10)
+    module = Ranking(Net(), cross_entropy, "sgd", data, data, metrics={"right": RightShare()})
+    assert train(module, tmp_path, val_batch_size=4).history.get_latest_metric("val/right/number") == 10
+
+
 @pytest.mark.spec("FN-10", "FN-15", "FN-16", "HZ-17")
 def test_training_and_validation_may_have_mappings_and_methods_of_their_own(tmp_path: Path) -> None:
     module = Watched(

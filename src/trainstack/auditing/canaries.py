@@ -177,6 +177,12 @@ class Observation:
 class CanaryModel(nn.Module):
     """Tables, trained on the records `rows` with gradients of `lengths`; the rest of a `ModuleInterface`."""
 
+    tables: nn.ModuleList
+    rows: Tensor
+    lengths: Tensor
+    recorder: Recorder
+    direction: Tensor
+
     def __init__(self, subject: AuditedRun) -> None:
         super().__init__()
         limits = subject.limits

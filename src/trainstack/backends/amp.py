@@ -52,6 +52,7 @@ class Amp(AbstractTrainerBackendDecorator):
         ConfigurationError: `enabled` is among the options.
     """
 
+    scaler: _JointScaler
     summary: ClassVar[str] = (
         "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
     )

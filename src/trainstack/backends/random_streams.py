@@ -33,6 +33,8 @@ class RandomStreams:
             has to be a function of its place.
     """
 
+    is_secret: bool
+
     def __init__(self, key: bytes, *, is_secret: bool) -> None:
         self._key, self.is_secret = key, is_secret
         self._bits = _SFC64(0)  # making one takes longer than giving it a state

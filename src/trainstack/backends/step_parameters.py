@@ -29,6 +29,9 @@ class StepParameters:
         find_originals: gives, by the id of a copy that an optimizer holds in the place of a parameter, the parameter.
     """
 
+    all: tuple[Any, ...]
+    optimized: tuple[Any, ...]
+
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers = module, tuple(optimizers)
         self._ids: list[int] = []  # those of live objects, which `optimized` holds

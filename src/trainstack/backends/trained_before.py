@@ -33,5 +33,5 @@ class TrainedBefore:
         return list({id(entry[1]): entry[1] for entry in found if entry is not None}.values())
 
 
-trained_before = TrainedBefore()
+trained_before: TrainedBefore = TrainedBefore()
 """Of this process."""

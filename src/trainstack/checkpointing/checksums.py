@@ -83,6 +83,8 @@ class FileWriter:
     Once `abandoned` is set, writing raises CheckpointError.
     """
 
+    size: int
+
     def __init__(self, handle: BinaryIO, abandoned: threading.Event | None = None) -> None:
         self._handle = handle
         self._abandoned = abandoned or threading.Event()
@@ -99,6 +101,8 @@ class FileWriter:
 
 class CheckedReader:
     """Reads a file whose size is known, and compares what it reads with hashes."""
+
+    position: int
 
     def __init__(self, handle: FileIO, path: Path, size: int) -> None:
         self._handle = handle

@@ -62,6 +62,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         on_commit: called with the path of a checkpoint that is safe; with `async_save` from another thread.
     """
 
+    args: DefaultCheckpointerArguments
+
     def __init__(self, args: DefaultCheckpointerArguments | None = None) -> None:
         self.args = args or DefaultCheckpointerArguments()
         self._directories: dict[str, Path] = {}

@@ -87,6 +87,8 @@ class Lease:
         timeout_s: others take the lease over when they have seen no heartbeat for so long.
     """
 
+    timeout_s: float
+
     def __init__(self, holds: list[_Hold], timeout_s: float, beat_s: float = BEAT_S) -> None:
         self._holds, self.timeout_s, self._beat_s = holds, timeout_s, beat_s
         self._pid = os.getpid()

@@ -248,6 +248,8 @@ class CheckpointFinder:
         found_in: the directory of the checkpoint that was loaded last; None before.
     """
 
+    args: DefaultCheckpointerArguments
+
     def __init__(
         self,
         args: DefaultCheckpointerArguments,

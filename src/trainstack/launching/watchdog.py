@@ -39,6 +39,9 @@ class WorkerWatchdog(threading.Thread):
         left: the processes that were the first to end, if they left neither a result nor a report.
     """
 
+    expired: bool
+    all_gone: bool
+
     def __init__(
         self, name: str, run: Path, grace_s: float, timeout_s: float | None, worker_pids: Callable[[], set[int]]
     ) -> None:

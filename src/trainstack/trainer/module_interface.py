@@ -180,14 +180,14 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
             `compute` and `reset`; see docs/validation.md.
     """
 
-    plan: TrainingPlan | None = None
+    plan: TrainingPlan = None  # type: ignore[assignment]  # what a user writes runs after it is set
     keep_modes: bool = False
     evaluate_on_main: bool = False
-    micro_batch = _MicroBatchUnderWay()
+    micro_batch: _MicroBatchUnderWay = _MicroBatchUnderWay()
     loss_reduction: Literal["mean", "sum"] | None = None
     splits_batches: bool = True
     hyperparameters: Mapping[str, Any] = MappingProxyType({})
-    logged = _LoggedAlone()
+    logged: _LoggedAlone = _LoggedAlone()
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
     _may_lack_loss: bool = False  # whether `val_step` is known to return no loss sometimes

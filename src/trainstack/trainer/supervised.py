@@ -140,7 +140,24 @@ class SupervisedModule(ModuleInterface):
         weight_choice: what the loss of the last counted batch is a mean over, in words; empty before the first.
     """
 
-    weight_choice = ""
+    model: nn.Module
+    loss: Any
+    collate_fn: Callable[[Any], Any] | None
+    metrics: Any
+    optimizer: OptimizerSource | None
+    optimizer_kwargs: dict[str, Any]
+    scheduler: Any
+    train_dataset: Any
+    val_dataset: Any
+    test_dataset: Any
+    forward_fns: tuple[str, str]
+    input_mappings: tuple[NameMapping | None, NameMapping | None]
+    output_mappings: tuple[NameMapping | None, NameMapping | None]
+    target_keys: Sequence[str] | None
+    loss_weight: Any
+    train_dataloader_kwargs: dict[str, Any]
+    val_dataloader_kwargs: dict[str, Any]
+    weight_choice: str = ""
     loss_per_record = False
 
     def __init__(

@@ -96,6 +96,13 @@ class Trainer(AbstractTrainer):
         ConfigurationError: something given is of the wrong kind, or the backend string is wrong.
     """
 
+    module: ModuleInterface
+    trainer_backend: TrainerBackend
+    checkpointer: DefaultCheckpointer | AbstractCheckpointer
+    history: RunHistory
+    state: RunState
+    events: Events
+    user_state: UserState
     warm_start_report: WarmStartReport | None = None
     _run: Run | None = None
     _reporter: Reporter | None = None

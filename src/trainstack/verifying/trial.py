@@ -213,6 +213,8 @@ class Trial:
         began_from: the global step that it began from.
     """
 
+    began_from: int
+
     def __init__(self, jobs: list[Job], context: Any, deadline: float) -> None:
         self._jobs, self._deadline = jobs, deadline
         self._processes = [context.Process(target=work, args=(job,)) for job in jobs]

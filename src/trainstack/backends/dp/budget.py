@@ -63,6 +63,9 @@ class Limit:
         plan: the mechanism, the accountant, and how many steps are likely to be asked for.
     """
 
+    epsilon: float
+    delta: float
+
     def __init__(self, epsilon: float, delta: float, plan: PrivacyPlan) -> None:
         self.epsilon, self.delta, self._plan = epsilon, delta, plan
         self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
@@ -100,6 +103,11 @@ class Accountant:
         earlier_ledger: that of the run's folder, where `ledger` is that of a dataset: a run that began with the former
             takes its steps along.
     """
+
+    plan: PrivacyPlan
+    clip: str
+    run: str
+    initial_weights: str
 
     def __init__(
         self,

@@ -69,6 +69,8 @@ class Clipper(ABC):
 class FlatClipper(Clipper):
     """All parameters together: `min(1, limit / norm)`, 1e-6 of it less, Abadi et al. 2016 (arXiv 1607.00133)."""
 
+    limit: float
+
     def __init__(self, limit: float) -> None:
         self.limit = _positive("max_grad_norm", limit)
 
@@ -87,6 +89,8 @@ class PerLayerClipper(Clipper):
         groups: for each parameter the number of its group.
         limits: for each group its limit.
     """
+
+    limits: tuple[float, ...]
 
     def __init__(self, groups: Sequence[int], limits: Sequence[float]) -> None:
         self.limits = tuple(_positive("max_grad_norm", limit) for limit in limits)
@@ -113,6 +117,8 @@ class AutomaticClipper(FlatClipper):
     There is no threshold to tune: `limit` only scales the learning rate, and the noise with it.
     """
 
+    stability: float
+
     def __init__(self, limit: float = 1.0, stability: float = 0.01) -> None:
         super().__init__(limit)
         self.stability = _positive("stability", stability)
@@ -129,6 +135,8 @@ class AdaptiveClipper(FlatClipper):
         counts: float32, 0-dim: the sum over records of `1[norm <= limit] - 1/2`. A record changes it by 1/2; it is
             private until noise was added. A record that is not finite counts for 0.
     """
+
+    counts: Tensor
 
     def __init__(self, limit: float) -> None:
         super().__init__(limit)

@@ -58,6 +58,10 @@ class DP(AbstractTrainerBackendDecorator):
     refuses_updates = refuses_closures = "the noise is accounted for one gradient a step"
     private: ClassVar[bool] = True
     bounds_gradients: ClassVar[bool] = True
+    hides_losses: bool
+    hides_records: bool
+    public_validation: bool
+    released_metrics: tuple[str, ...]
     configured_by: ClassVar[Mapping[type, str]] = {DifferentialPrivacyArguments: "args"}
     rank_zero_state: ClassVar[frozenset[str]] = frozenset({"ledger"})
     requires_state: ClassVar[bool] = True

@@ -38,6 +38,8 @@ class LedgerChain:
         note: is given each record once, whoever wrote it.
     """
 
+    head: str
+
     def __init__(self, store: LedgerStore, note: Callable[[Record], None]) -> None:
         self.store = store
         self.head = ""

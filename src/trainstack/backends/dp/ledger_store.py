@@ -108,6 +108,9 @@ def ledger_store(address: str | os.PathLike[str]) -> LedgerStore:
 class FileStore(LedgerStore):
     """A ledger in a file, which is opened anew each time."""
 
+    path: Path
+    address: str
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(local_path(path, "ledger")))  # which a later start in another folder reads
         self.address = str(self.path)

@@ -62,6 +62,12 @@ class Mechanism:
         telemetry: metrics of records that are released with the gradients.
     """
 
+    args: DifferentialPrivacyArguments
+    accountant: Accountant
+    mode: GradientMode
+    sampling: PoissonSampling
+    telemetry: Telemetry
+
     def __init__(
         self,
         *,

@@ -41,6 +41,8 @@ class RecordStreams(TorchFunctionMode):
         calls: how many calls the forward pass under way has made. Gradient checkpointing sets it back.
     """
 
+    calls: int
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._streams = RandomStreams.from_seed(seed)

@@ -85,6 +85,8 @@ class Telemetry:
         PrivacyError: there is telemetry, and in this mode a record might change the values of others.
     """
 
+    stretch: float
+
     def __init__(
         self, args: DifferentialPrivacyArguments, plan: PrivacyPlan, clipper: Clipper, *, one_by_one: bool
     ) -> None:

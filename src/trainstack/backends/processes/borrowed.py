@@ -17,6 +17,8 @@ class Borrowed:
         begin: called right before the module sees it, after a layer has shared buffers.
     """
 
+    batch: Any
+    begin: Callable[[], None]
     __slots__ = ("batch", "begin")
 
     def __init__(self, batch: Any, begin: Callable[[], None] = lambda: None) -> None:

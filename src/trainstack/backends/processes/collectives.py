@@ -26,6 +26,10 @@ class TrainingPass:
         counts: whether it has a positive weight; known in the backward pass.
     """
 
+    group: dist.ProcessGroup | None
+    borrowed: bool
+    counts: bool
+
     def __init__(self, group: dist.ProcessGroup | None, inner: AbstractContextManager[Any]) -> None:
         self.group, self._inner = group, inner
         self.borrowed, self.counts = False, True

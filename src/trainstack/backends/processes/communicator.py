@@ -179,6 +179,9 @@ class GroupCommunicator(Communicator):
         timeout_s: for an answer of the store.
     """
 
+    rank: int
+    size: int
+
     def __init__(
         self,
         group: dist.ProcessGroup,

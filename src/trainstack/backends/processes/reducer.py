@@ -48,6 +48,9 @@ class GradientReducer(nn.Module):
         syncs: whether the next backward pass ends a step, so that gradients are summed over the ranks.
     """
 
+    entry: _Entry
+    finds_unused: bool
+
     def __init__(
         self,
         module: nn.Module,

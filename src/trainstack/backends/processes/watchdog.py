@@ -129,6 +129,8 @@ class PeerWatchdog(threading.Thread):
         failed: the number of what `resolve_error` has judged.
     """
 
+    failed: int
+
     def __init__(
         self,
         store: TimedStore,

@@ -63,6 +63,9 @@ class Mirror:
         problem: why the last upload failed; None if it did not.
     """
 
+    store: ObjectStore
+    folder: Path
+
     def __init__(self, address: str, folder: Path, args: DefaultCheckpointerArguments, last: str, say: Say) -> None:
         self.store, self.folder = ObjectStore(address, self._count), folder
         self.problem: str | None = None

@@ -39,6 +39,8 @@ class ObjectStore:
         moved: called with a number of bytes while an object is uploaded.
     """
 
+    address: str
+
     def __init__(self, address: str, moved: Callable[[int], None] = lambda count: None) -> None:
         self.address, self._moved = address.rstrip("/"), moved
 

@@ -48,6 +48,8 @@ class EMA(Callback):
         ConfigurationError: the decay cannot be; when the module is made ready: a parameter has no shape yet.
     """
 
+    decay: float
+    updates: int
     priority = 10  # what it puts into the module at the end, others may replace by something better
 
     def __init__(

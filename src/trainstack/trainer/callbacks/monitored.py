@@ -30,6 +30,9 @@ class BestValue:
         ConfigurationError: the mode cannot be told, `min_delta` is negative, or `min_delta_mode` is unknown.
     """
 
+    best_step: int
+    updated_at: int
+
     def __init__(
         self,
         monitor: MonitoredValue | None = None,
@@ -248,6 +251,9 @@ class EarlyStopping(MonitorCallback):
     Raises:
         ConfigurationError: an argument cannot be.
     """
+
+    patience: int
+    waited: int
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ class TrainingPlan:
         )
 
     @property
-    def total_steps(self) -> int | None:
+    def total_steps(self) -> int | Any:
         """Global steps of the whole run; None if the length of an epoch is unknown."""
         if self.max_steps is not None:
             return self.max_steps

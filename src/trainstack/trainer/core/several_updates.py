@@ -19,6 +19,7 @@ class NextPart:
         run: the part, such as the code between two `yield`.
     """
 
+    run: Callable[[], Any]
     __slots__ = ("run",)
 
     def __init__(self, run: Callable[[], Any]) -> None:

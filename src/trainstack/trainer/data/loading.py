@@ -132,6 +132,9 @@ class SeededDataset(Dataset[Any]):
         one_by_one: whether samples are fetched by `__getitem__` alone, also outside of a private run's epochs.
     """
 
+    one_by_one: bool
+    generators: OwnGenerators
+
     def __init__(self, dataset: Any, seed: Seed, collate_fn: Any = None, *, one_by_one: bool = False) -> None:
         self.dataset = dataset
         self.seed = seed

@@ -86,6 +86,9 @@ class StreamDigest:
     takes elements at equal distances, unless `whole` asks for all.
     """
 
+    batches: int
+    value: int
+
     def __init__(self) -> None:
         self.batches = self.value = 0
 

@@ -135,6 +135,10 @@ class TrainingData:
         training_set: what the layers of the stack may know of the data.
     """
 
+    loader_state: LoaderState
+    training_set: TrainingSet
+    plan: TrainingPlan
+    dataset: Any | None
     _fetcher: Fetcher | None = None
     _cursor: OrderCursor | None = None
     _sampled_loader: Any = None  # of the epoch under way, in a private run

@@ -116,6 +116,8 @@ class Evaluator:
         has_validated: whether a validation that belongs to training has been finished.
     """
 
+    has_validated: bool
+
     def __init__(
         self,
         context: RunContext,

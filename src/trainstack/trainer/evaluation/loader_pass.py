@@ -302,6 +302,14 @@ class LoaderPass:
         count_message: the warning about the first batch whose number of samples is doubtful; None for none.
     """
 
+    stack: TrainerBackend
+    work: Workload
+    stage: Stage
+    step: int
+    outputs: OutputCollector | None
+    batches: int
+    stopped_early: bool
+
     def __init__(
         self,
         stack: TrainerBackend,

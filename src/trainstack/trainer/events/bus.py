@@ -97,6 +97,15 @@ class Subscription:
         ConfigurationError: the function needs more than the event gives.
     """
 
+    event: Event
+    label: str
+    filter: Filter | None
+    priority: int
+    key: str | None
+    is_expected: bool
+    is_foreign: bool
+    came: bool
+
     def __init__(
         self,
         event: Event,
@@ -173,6 +182,10 @@ class Events:
     Raises:
         ConfigurationError: one is no `Callback`, or a method needs more than its event gives.
     """
+
+    trainer: AbstractTrainer
+    weight_swap: WeightSwap
+    is_training: bool
 
     def __init__(
         self, trainer: AbstractTrainer, module: object, callbacks: Iterable[Any] | None, log: RunLogger

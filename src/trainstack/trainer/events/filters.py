@@ -64,6 +64,9 @@ class Filter:
         ConfigurationError: more than one is given, or one that cannot be.
     """
 
+    num_called: int
+    num_executed: int
+
     def __init__(
         self, *, every: int | None = None, once: int | bool | None = None, when: Callable[..., Any] | None = None
     ) -> None:

@@ -71,6 +71,15 @@ class Hooks:
         withheld: names of hooks that take outputs and get none.
     """
 
+    begin_train_epoch: Hook | None
+    end_train_step: Hook | None
+    end_train_epoch: Hook | None
+    end_val_epoch: Hook | None
+    end_train: Hook | None
+    val_outputs: bool
+    step_outputs: bool
+    epoch_outputs: bool
+
     def __init__(self, subscriber: Any, stop: Stop | None = None, *, hides_records: bool = False) -> None:
         self.begin_train_epoch = overridden(subscriber, "on_begin_train_epoch", stop)
         self.end_backward = overridden(subscriber, "on_end_backward", stop)

@@ -16,6 +16,8 @@ class WeightSwap:
         is_active: whether they lie here.
     """
 
+    is_active: bool
+
     def __init__(self) -> None:
         self.is_active = False
         self._kept: list[tuple[Tensor, Tensor]] = []

@@ -22,6 +22,8 @@ class ClippingCheck:
         clipping: of the run.
     """
 
+    is_over: bool
+
     def __init__(self, clipping: Clipping) -> None:
         self._limit = clipping.limit
         self._norms: list[float] = []

@@ -66,6 +66,10 @@ class LossMeter:
             position; None where that is not known or must not be said.
     """
 
+    interval: WeightedMean
+    epoch: WeightedMean
+    skipped_in_a_row: Any
+
     def __init__(
         self,
         read: Callable[[Sequence[Tensor]], list[float]],
@@ -273,6 +277,7 @@ class ExactSum:
     Shewchuk: Adaptive Precision Floating-Point Arithmetic (1997), as in `math.fsum`, but open to more.
     """
 
+    parts: list[float]
     __slots__ = ("parts",)
 
     def __init__(self, parts: Sequence[float] = ()) -> None:
@@ -318,6 +323,9 @@ class WeightedMean:
         items: on all processes together, every item once; the same number everywhere.
     """
 
+    local: ExactSum
+    items: float
+    synced: ExactSum
     __slots__ = ("items", "local", "synced")
 
     def __init__(self, synced: Sequence[float] = (), items: float = 0.0) -> None:

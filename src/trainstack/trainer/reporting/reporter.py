@@ -22,7 +22,7 @@ from trainstack.trainer.reporting.clipping_check import ClippingCheck
 from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
-from trainstack.trainer.tracking.history import Record
+from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import RunInfo, WriterGroup, build_writers
@@ -41,6 +41,8 @@ class Reporter:
     Args:
         context: of the run; only the main process writes anything.
     """
+
+    history: RunHistory
 
     def __init__(self, context: RunContext) -> None:
         self._context, args, self._is_main = context, context.args, context.world.is_main

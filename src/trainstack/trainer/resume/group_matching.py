@@ -33,6 +33,10 @@ class Groups:
         labels: as given.
     """
 
+    parameters: Sequence[Sequence[Tensor]]
+    labels: Sequence[Any] | list[None]
+    by_name: dict[str, int]
+
     def __init__(
         self, module: nn.Module, parameters: Sequence[Sequence[Tensor]], labels: Sequence[Any] | None = None
     ) -> None:

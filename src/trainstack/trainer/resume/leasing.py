@@ -27,6 +27,8 @@ class DirectoryOwner:
         is_interrupted: called while the main process waits for another one's lease to end.
     """
 
+    held: bool
+
     def __init__(self, context: RunContext, run_on_rank_zero: Callable[[Callable[[], None], str], Any]) -> None:
         self._context, self._run_on_rank_zero = context, run_on_rank_zero
         self.held = False

@@ -58,6 +58,8 @@ class SaveTimeBudget:
         seconds: from the signal to the kill, as given, as the launcher says in `environ`, or 30.
     """
 
+    seconds: float
+
     def __init__(self, seconds: float | None, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         with suppress(ValueError):
@@ -98,6 +100,10 @@ class Saver:
         exported_as: where the newest export lies, if the checkpointer said so.
         owner: of the directories that the run writes.
     """
+
+    save_time_budget: SaveTimeBudget
+    owner: DirectoryOwner
+    pending_pin: bool
 
     def __init__(self, context: RunContext, take: TakeCheckpoint) -> None:
         self._context, self._take_checkpoint = context, take

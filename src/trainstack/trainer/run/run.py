@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainstack.backends import Workload
+from trainstack.backends import TrainerBackend, Workload, World
 from trainstack.backends.losses import looks_summed
 from trainstack.backends.trained_before import trained_before
 from trainstack.checkpointing import Checkpoint, DefaultCheckpointer
@@ -21,6 +21,7 @@ from trainstack.errors import ConfigurationError, ModuleContractError, PeerError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.intervals import Timer, ValidationSchedule, is_log_point, whole_steps
+from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng, restore_rng, separate_ranks
@@ -38,12 +39,12 @@ from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.evaluator import Evaluator
 from trainstack.trainer.evaluation.loader_pass import evaluation_pass
 from trainstack.trainer.evaluation.metrics import Metrics
-from trainstack.trainer.events import Event
+from trainstack.trainer.events import Event, Events
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.events.optimizer_modes import OptimizerModes
 from trainstack.trainer.module_checks import check_optimizers_schedulers, check_signatures
-from trainstack.trainer.module_interface import MicroBatchInfo, StepView
+from trainstack.trainer.module_interface import MicroBatchInfo, ModuleInterface, StepView
 from trainstack.trainer.reporting.loss_meter import shown_indices
 from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.resume.module_generators import renew_generators, restore_generators
@@ -77,6 +78,7 @@ from trainstack.trainer.run.training_modes import TrainingModes
 from trainstack.trainer.run.trial import restore_after
 from trainstack.trainer.schedulers.building import make_schedules
 from trainstack.trainer.torch_settings import prepare_model, reuses_memory
+from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.log_sink import LogSink
 
 MOST_PENDING_STEPS = 1000
@@ -123,6 +125,26 @@ class Run:
         may_be_nonfinite: names of buffers that held inf or nan when the run was made.
     """
 
+    context: RunContext
+    module: ModuleInterface
+    stack: TrainerBackend
+    world: World
+    history: RunHistory
+    events: Events
+    log: RunLogger
+    stopper: Stopper
+    saver: Saver
+    state: RunState
+    modes: TrainingModes
+    data: TrainingData
+    hooks: Hooks
+    loop: TrainLoop
+    beginnings: Beginnings
+    step_checks: StepChecks
+    evaluator: Evaluator
+    may_be_nonfinite: frozenset[str]
+    validation: ValidationSchedule
+    log_interval: int
     pending_rng: Mapping[str, Any] | None = None
     epoch_rng: Mapping[str, Any] | None = None
     _begun: BegunEpoch | None = None

@@ -53,6 +53,24 @@ class TrainLoop:
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
     """
 
+    makes_updates: bool
+    is_torn: bool
+    stack: TrainerBackend
+    work: Workload
+    hooks: Hooks
+    bind: Bind
+    schedules: Schedules
+    optimizer_states: OptimizerStates
+    state: RunState
+    skip_nonfinite: bool
+    may_skip: bool
+    meter: LossMeter
+    step_outputs: OutputCollector | None
+    epoch_outputs: OutputCollector | None
+    next_measured_step: int
+    next_due_step: int
+    inspect_loss: Callable[[Tensor], None] | None
+
     def __init__(
         self,
         stack: TrainerBackend,

@@ -36,6 +36,16 @@ def _operators(function: Callable[..., Any], symbol: str) -> tuple[_Operator, _O
 class Lazy:
     """A number that is not known yet. `+ - * / //`, `-x`, `round`, `math.floor` and `math.ceil` give another one."""
 
+    __add__: _Operator
+    __radd__: _Operator
+    __sub__: _Operator
+    __rsub__: _Operator
+    __mul__: _Operator
+    __rmul__: _Operator
+    __truediv__: _Operator
+    __rtruediv__: _Operator
+    __floordiv__: _Operator
+    __rfloordiv__: _Operator
     __slots__ = ()
 
     __add__, __radd__ = _operators(operator.add, "+")

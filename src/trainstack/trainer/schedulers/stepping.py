@@ -67,6 +67,9 @@ class TimmSchedulerAdapter:
         scheduler: an object with timm's methods; decides itself whether updates or epochs matter.
     """
 
+    updates: int
+    epochs: int
+
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
         self.updates = self.epochs = 0
@@ -106,6 +109,8 @@ class Schedules:
         schedulers: the schedulers themselves, whose states a checkpoint keeps.
         around_step: makes the block in which a scheduler steps; the loop sets it.
     """
+
+    schedulers: tuple[Any, ...]
 
     def __init__(self, configs: Sequence[Any] = ()) -> None:
         self._scheduled = [

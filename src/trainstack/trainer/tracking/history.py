@@ -41,6 +41,12 @@ class MetricColumn:
         flushed: how many of the records `flush` has returned.
     """
 
+    name: str
+    number: int
+    epochs: array[int]
+    steps: array[int]
+    values: array[float]
+    flushed: int
     __slots__ = ("epochs", "flushed", "name", "number", "steps", "values")
 
     def __init__(self, name: str, number: int) -> None:
@@ -85,6 +91,11 @@ class RunHistory:
             ask may leave it out. It is not part of the state.
         guard: of a private run: decides which values are recorded. None records all.
     """
+
+    metric_name_prefix: str
+    guard: MetricGuard | None
+    current_step: Any
+    current_epoch: Any
 
     def __init__(self, metric_name_prefix: str = "", guard: MetricGuard | None = None) -> None:
         self.metric_name_prefix, self.guard = metric_name_prefix, guard

@@ -32,6 +32,10 @@ class LogSink:
             None while no writer is open.
     """
 
+    history: RunHistory
+    state: RunState
+    provenance: Provenance
+
     def __init__(self) -> None:
         self.history, self.state = RunHistory(), RunState()
         self.provenance = Provenance.PRIVATE

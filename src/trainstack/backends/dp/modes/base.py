@@ -156,6 +156,10 @@ class GradientMode(ABC):
         observer: is called by `add` once for each micro-batch; None for nothing. See `Observer`.
     """
 
+    module: nn.Module
+    trained: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
+    clipper: Clipper
     observer: Observer | None = None
     begin_pass: Callable[[], None] = staticmethod(_do_nothing)
     """Is called before each forward pass, outside of all transforms of `torch.func`."""

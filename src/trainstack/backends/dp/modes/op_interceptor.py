@@ -42,6 +42,8 @@ class OpInterceptor(TorchFunctionMode):
         level: its number, see `record_vmap`.
     """
 
+    level: int
+
     def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
         super().__init__()
         self.uses: list[ParamUse] = []

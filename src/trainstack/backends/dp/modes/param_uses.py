@@ -26,6 +26,10 @@ class ParamUse(ABC):
         edge: where in the graph the gradient of the output arrives.
     """
 
+    weight: int | None
+    bias: int | None
+    parameters: tuple[int, ...]
+
     def __init__(self, weight: int | None, bias: int | None) -> None:
         self.weight, self.bias = weight, bias
         self.parameters = tuple(i for i in (weight, bias) if i is not None)

@@ -70,6 +70,8 @@ class AttributeWatch:
         note: is given the names of attributes whose changes the guarantee does not cover.
     """
 
+    was_written: bool
+
     def __init__(
         self,
         module: nn.Module,

@@ -44,6 +44,8 @@ def _has_dict(value: Any) -> bool:
 class SlotAttributes(MutableMapping[str, Any]):
     """The values in the slots of an object."""
 
+    names: dict[str, MemberDescriptorType]
+
     def __init__(self, value: Any) -> None:
         self._value = value
         self.names = {

@@ -20,6 +20,8 @@ class QuietStream:
     borrowed: it is never closed here.
     """
 
+    gone: bool
+
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self.gone = stream is None
@@ -83,6 +85,8 @@ class Pace:
     Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time.
     `clock` returns seconds. `due_at_once` makes the first poll paint; otherwise it waits for `interval`.
     """
+
+    next_poll: int
 
     def __init__(self, interval: float, *, due_at_once: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock

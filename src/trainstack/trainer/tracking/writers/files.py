@@ -55,6 +55,7 @@ class RowWriter(Writer):
     `metrics.1.csv`, `metrics.2.csv` and so on; so does a resumed run with a file of another format.
     """
 
+    path: Path
     format: ClassVar[RowFormat]
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -218,7 +219,7 @@ class CsvWriter(RowWriter):
     `RowWriter` says what becomes of a file that is there already.
     """
 
-    format = CsvFormat()
+    format: ClassVar[RowFormat] = CsvFormat()
 
 
 class JsonLinesFormat:
@@ -259,7 +260,7 @@ class JsonLinesWriter(RowWriter):
     `RowWriter` says what becomes of a file that is there already.
     """
 
-    format = JsonLinesFormat()
+    format: ClassVar[RowFormat] = JsonLinesFormat()
 
 
 _FORMATS: dict[str, RowFormat] = {".csv": CsvFormat(), ".jsonl": JsonLinesFormat()}

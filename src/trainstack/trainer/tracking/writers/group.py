@@ -131,6 +131,8 @@ class WriterGroup(Writer):
     each call of the writers; what it raises, because the run is another process's by now, is raised here.
     """
 
+    writers: list[BackgroundWriter | Writer]
+
     def __init__(
         self, writers: Sequence[Writer], say: Callable[[str], None], check: Callable[[], None] = lambda: None
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from trainstack.errors import ConfigurationError
@@ -176,12 +176,14 @@ class CometWriter(Tracker):
     An experiment that is running in the process is used.
 
     Args:
-        own_run, artifacts: see `Tracker`.
+        own_run: see `Tracker`.
+        artifacts: see `Tracker`.
         options: of `comet_ml.start`, such as `project_name`, `online=False`, `experiment_config`. What is left out
             comes from Comet's environment variables, such as COMET_API_KEY and COMET_START_ONLINE.
     """
 
-    package, extra = "comet_ml", "comet"
+    package: ClassVar[str] = "comet_ml"
+    extra: ClassVar[str] = "comet"
 
     def __init__(self, *, own_run: bool = False, artifacts: Artifacts = "none", **options: Any) -> None:
         super().__init__(own_run=own_run or "experiment_key" in options, artifacts=artifacts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainstack._files import make_directories
 from trainstack.errors import ConfigurationError
@@ -28,7 +28,8 @@ class PrometheusWriter(Tracker):
             by default a new one.
     """
 
-    package, extra = "prometheus_client", "prometheus"
+    package: ClassVar[str] = "prometheus_client"
+    extra: ClassVar[str] = "prometheus"
 
     def __init__(
         self,

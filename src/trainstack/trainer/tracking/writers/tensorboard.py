@@ -55,6 +55,8 @@ class TensorBoardWriter(Writer):
     longer than to write the few points, and much longer on a busy machine.
     """
 
+    directory: Path
+
     def __init__(self, directory: str | PathLike[str]) -> None:
         """Remember the directory; nothing is made yet. Raises MissingExtraError without tensorboard."""
         if importlib.util.find_spec("tensorboard") is None:

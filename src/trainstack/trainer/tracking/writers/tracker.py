@@ -36,6 +36,7 @@ class Tracker(Writer):
     slow = True
     package: ClassVar[str]
     extra: ClassVar[str]
+    artifacts: Artifacts
     _run: Any = None
     _is_borrowed = False
 

@@ -37,7 +37,8 @@ class MlflowWriter(Tracker):
         tracking_uri: of the server; by default what MLflow's own settings say, such as MLFLOW_TRACKING_URI.
         experiment: its name, made where there is none; by default MLFLOW_EXPERIMENT_NAME, or "Default".
         run_name: of a new run.
-        own_run, artifacts: see `Tracker`.
+        own_run: see `Tracker`.
+        artifacts: see `Tracker`.
     """
 
     package = extra = "mlflow"
@@ -143,7 +144,8 @@ class TrackioWriter(Tracker):
 
     Args:
         project: the name of trackio's project.
-        own_run, artifacts: see `Tracker`.
+        own_run: see `Tracker`.
+        artifacts: see `Tracker`.
         options: of `trackio.init`, such as `name`, `group`, `space_id`. trackio's environment variables hold, such as
             TRACKIO_DIR and TRACKIO_SPACE_ID.
     """
@@ -222,7 +224,8 @@ class WandbWriter(Tracker):
     A run that `wandb.init` has opened, such as that of a sweep's agent, is used.
 
     Args:
-        own_run, artifacts: see `Tracker`.
+        own_run: see `Tracker`.
+        artifacts: see `Tracker`.
         options: of `wandb.init`, such as `project`, `entity`, `name`, `tags`, `mode="offline"`. What is left out
             comes from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE. They do not change a run
             that is open already.

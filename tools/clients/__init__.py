@@ -1,0 +1,1 @@
+"""Scripts of users of other projects, each run against the real package; `python -m tools.clients` runs them."""

@@ -1,0 +1,239 @@
+"""Run the scripts of the folders beside this file against the real packages, and print a table.
+
+    make clients                              all scripts, in three environments below build/clients/
+    make clients ARGS="--only timm peft"      those whose name contains one of these
+    make clients ARGS="--restart"             all, also those that have passed before
+    make clients ARGS="--list"                the scripts and their last results, nothing is run
+    python -m tools.clients --python main=PATH streaming=PATH   with interpreters that have the packages already
+
+Each script runs in a process and a folder of its own, with a time limit. A result goes to build/clients/results.json
+as soon as it is there. A script that has passed is not run again until its text or the library changes. A script
+with a line `# expected to fail: reason` has to fail; one that passes nevertheless is an error. The exit status is 1
+if a result is not as expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).resolve().parent
+WORK = ROOT / "build" / "clients"
+LIMIT_S = 600.0
+MARK = "# expected to fail: "
+
+# The folders whose packages conflict with those of the others; all other folders share "main".
+ENVIRONMENTS = {"streaming": "streaming", "trackers": "trackers"}
+PINS = {
+    "main": SCRIPTS / "main.txt",
+    "streaming": SCRIPTS / "streaming.txt",
+    "trackers": SCRIPTS / "trackers" / "constraints.txt",
+}
+# What a script of another folder than "main" takes for granted is no client.
+COMMON = {"torch", "numpy", "trainstack", "tools"}
+VERSION = (
+    "import sys; from importlib.metadata import *; n = packages_distributions()[sys.argv[1]][0]; print(n, version(n))"
+)
+
+Row = dict[str, str | float]
+
+
+def scripts() -> list[Path]:
+    """The scripts, in the order of their folders and names."""
+    found = SCRIPTS.glob("*/*.py")
+    return sorted(path for path in found if not path.stem.startswith("_") and path.stem != "common")
+
+
+def name_of(script: Path) -> str:
+    """Folder and name, such as `vision/timm_mixup`."""
+    return f"{script.parent.name}/{script.stem}"
+
+
+def package_of(script: Path) -> str | None:
+    """The client's package: the first import that is neither the standard library's nor common to all scripts."""
+    if script.stem.startswith("use_"):
+        listed = ast.literal_eval(_constant(SCRIPTS / "trackers" / "__main__.py", "PACKAGES"))
+        return str(listed[script.stem.removeprefix("use_")])
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in (name.partition(".")[0] for name in names):
+            if name not in COMMON | sys.stdlib_module_names:
+                return name
+    return None
+
+
+def _constant(file: Path, name: str) -> ast.expr:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return node.value
+    raise LookupError(f"{file} assigns no {name}")
+
+
+def expected_failure(script: Path) -> str | None:
+    """The reason, where the script is marked."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    return next((line.removeprefix(MARK) for line in lines if line.startswith(MARK)), None)
+
+
+def interpreter(environment: str, given: dict[str, str]) -> str:
+    """The Python that runs the scripts of an environment; one that is missing or has other pins is made."""
+    if environment in given:
+        return given[environment]
+    folder, pins = WORK / environment, PINS[environment]
+    python, stamp = folder / "bin" / "python", folder / ".stamp"
+    if not stamp.exists() or stamp.read_bytes() != pins.read_bytes():
+        print(f"[setup] {environment}: installing {pins.relative_to(ROOT)} (minutes)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
+        subprocess.run([*pip, "--requirement", str(pins), "--editable", str(ROOT)], check=True)
+        stamp.write_bytes(pins.read_bytes())
+    return str(python)
+
+
+def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
+    """Run one script in a folder that is deleted afterwards; gives the result and the end of its output."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            "HOME": folder,  # nothing is read from or left in the user's caches
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            [python, "-m", f"tools.clients.{script.parent.name}.{script.stem}", folder],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that its children end with it
+        )
+        with process:
+            try:
+                output = process.communicate(timeout=limit_s)[0]
+            except subprocess.TimeoutExpired:
+                return "FAILED", f"took more than {limit_s:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    return ("passed" if process.returncode == 0 else "FAILED"), output[-4000:]
+
+
+def judged(result: str, output: str, reason: str | None) -> tuple[str, str]:
+    """The result with the script's mark taken into account, and what is to be said about it."""
+    if reason is None:
+        return result, output if result == "FAILED" else ""
+    if result == "passed":
+        return "FAILED", "is marked as expected to fail, and passes: take the mark away"
+    return "expected to fail", reason
+
+
+def client_of(script: Path, python: str) -> str:
+    """Name and version of the client's distribution."""
+    package = package_of(script)
+    if package is None:
+        return "-"
+    asked = subprocess.run([python, "-c", VERSION, package], capture_output=True, text=True)
+    return asked.stdout.strip() or f"{package} (not installed)"
+
+
+def digest(script: Path) -> str:
+    """Of all that a result depends on: the script, the files beside it that it may import, the pins, the library."""
+    environment = ENVIRONMENTS.get(script.parent.name, "main")
+    files = [script, *sorted(script.parent.glob("common.py")), PINS[environment]]
+    files += sorted((ROOT / "src").rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()[:16]
+
+
+def table(rows: list[Row]) -> Iterator[str]:
+    """The rows as lines of Markdown."""
+    yield "| script | client | result | seconds |"
+    yield "|---|---|---|---|"
+    for row in rows:
+        note = f": {row['note']}" if row["result"] == "expected to fail" else ""
+        yield f"| {row['name']} | {row['client']} | {row['result']}{note} | {row['seconds']:.0f} |"
+
+
+def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespace) -> list[Row]:
+    """Run what has no result yet, and write each result down at once."""
+    rows, given = [], dict(pair.split("=", 1) for pair in options.python)
+    for script in chosen:
+        name, seal = name_of(script), digest(script)
+        row = kept.get(name)
+        if row is None or row["digest"] != seal or row["result"] == "FAILED":
+            python = interpreter(ENVIRONMENTS.get(script.parent.name, "main"), given)
+            began = time.monotonic()
+            result, note = judged(*run(script, python, options.limit), expected_failure(script))
+            seconds = time.monotonic() - began
+            row = {"name": name, "client": client_of(script, python), "result": result, "seconds": seconds}
+            row |= {"note": note, "digest": seal}
+            kept[name] = row
+            (WORK / "results.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            print(f"{name:<44} {result:<16} {row['client']:<28} {seconds:5.0f} s", flush=True)
+            if result == "FAILED":
+                print(note, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    """Run the scripts; 1 if one is not as expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="scripts whose name contains it")
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="ENVIRONMENT=PATH",
+        help=f"of {', '.join(PINS)}; made where not given",
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a script may take")
+    parser.add_argument("--restart", action="store_true", help="forget earlier results")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    results = WORK / "results.json"
+    kept: dict[str, Row] = {}
+    if results.exists() and not options.restart:
+        kept = json.loads(results.read_text(encoding="utf-8"))
+    chosen = [path for path in scripts() if any(text in name_of(path) for text in options.only)]
+    if options.list:
+        rows = [kept.get(name_of(path)) or _not_run(path) for path in chosen]
+    else:
+        rows = run_all(chosen, kept, options)
+    print(*table(rows), sep="\n")
+    counts = {
+        result: sum(row["result"] == result for row in rows) for result in dict.fromkeys(r["result"] for r in rows)
+    }
+    print(f"\n{len(rows)} scripts: " + ", ".join(f"{count} {result}" for result, count in counts.items()))
+    return int(any(row["result"] == "FAILED" for row in rows))
+
+
+def _not_run(script: Path) -> Row:
+    return {
+        "name": name_of(script),
+        "client": package_of(script) or "-",
+        "result": "not run",
+        "seconds": 0.0,
+        "note": "",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

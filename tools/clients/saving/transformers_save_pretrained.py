@@ -1,0 +1,18 @@
+"""`save_pretrained` of the trained model, which is read again with equal outputs."""
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+import trainstack as ts
+
+if __name__ == "__main__":
+    ts.seed_everything(0)
+    config = BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    model = BertForSequenceClassification(config)
+    rows = [{"input_ids": torch.tensor([2 + i % 2, 4, 5]), "labels": i % 2} for i in range(8)]
+    trainer = ts.Trainer(ts.SupervisedModule(model, None, "adamw", rows), ts.TrainerArguments(train_batch_size=4))
+    trainer.train()
+    model.save_pretrained("saved")
+    loaded = BertForSequenceClassification.from_pretrained("saved")
+    ids = torch.tensor([[2, 4, 5]])
+    assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
