@@ -58,8 +58,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 360
-MAX_LINES = 62_000
+MAX_FILES = 380
+MAX_LINES = 66_000
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (
