@@ -160,7 +160,7 @@ class Kind:
 
     def _number(self, value: int | float) -> int | float | None:
         if float not in self.types:
-            whole = isinstance(value, int) or value.is_integer()
+            whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
             return int(value) if int in self.types and whole else None
         if int not in self.types:
             return float(value)

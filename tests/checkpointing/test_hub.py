@@ -70,7 +70,7 @@ def test_only_exports_are_pushed(tmp_path: Path) -> None:
             ts.push_to_hub(path, "me/line")
 
 
-@pytest.mark.spec("HZ-34", "F-19")
+@pytest.mark.spec("HZ-34")
 def test_a_checkpoint_is_pushed_where_that_is_asked_for(hub: Hub, tmp_path: Path) -> None:
     saved = train(Classifier(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
     path = saved.checkpointer.save_dir / "checkpoint-000000006"  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def test_a_checkpoint_is_pushed_where_that_is_asked_for(hub: Hub, tmp_path: Path
     assert set(hub.files) == {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.mark.spec("HZ-34", "F-19")
+@pytest.mark.spec("HZ-34")
 def test_checkpoint_and_logs_go_into_the_same_commit(hub: Hub, tmp_path: Path) -> None:
     saves = ts.DefaultCheckpointerArguments()
     trainer = train(Classifier(), tmp_path / "run", checkpointer_args=saves, writers=["csv"])

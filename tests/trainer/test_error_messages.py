@@ -191,7 +191,7 @@ ARGUMENT_MISTAKES = {
     "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Give an object: CsvWriter\(\.\.\.\)"),
     "no backend options": ({"backend_options": None}, "backend_options=None: write a dict of options for each layer"),
     "options that are no dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
-    "statistics as a dict": ({"stats_args": {}}, r"stats_args={}: write StatsArguments\(\.\.\.\) or None"),
+    "statistics with another field": ({"stats_args": {"log_stps": 1}}, r"log_stps"),
     "resume in quotes": ({"resume": "True"}, "resume='True' would be the path .* Write resume=True, not in quotes"),
     "no resume in quotes": ({"resume": "no"}, "Write resume=False, not in quotes"),
     "writers as a string": ({"writers": "csv"}, r"writers='csv': write a list: writers=\['csv'\]"),

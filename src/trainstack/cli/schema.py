@@ -7,10 +7,12 @@ from typing import Any
 
 from trainstack.cli.printing import print_lines
 
+_ABOUT = "print the JSON schema of files for --config, for editors"
+
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    parser = subparsers.add_parser("schema", help="print the JSON schema of files for --config")
+    parser = subparsers.add_parser("schema", help=_ABOUT, description=_ABOUT)
     parser.set_defaults(run=run)
 
 

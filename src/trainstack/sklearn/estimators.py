@@ -96,7 +96,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries n
         device = next((p.device for p in self.model_.parameters()), torch.device("cpu"))
         padded = torch.cat([inputs, inputs.new_zeros(-len(inputs) % _ROWS, inputs.shape[1])])
         with torch.inference_mode():
-            parts = [self.model_(rows.to(device)).double().cpu() for rows in torch.split(padded, _ROWS)]
+            parts = [self.model_(rows.to(device)).cpu().double() for rows in torch.split(padded, _ROWS)]
         return torch.cat(parts)[: len(inputs)]
 
 

@@ -43,14 +43,12 @@ def _shortened(directory: Path, stop_after: int | None = None, **changes: Any) -
     return trainer, callback
 
 
-@pytest.mark.spec("F-P5")
 def test_the_rest_of_an_epoch_is_left_out_and_the_next_one_follows(tmp_path: Path) -> None:
     trainer, callback = _shortened(tmp_path)
     assert callback.calls == [(0, 3), (1, 6), (2, 12)]
     assert [record.step for record in trainer.history.records("val/loss")] == [3, 6, 12]
 
 
-@pytest.mark.spec("F-P5")
 @pytest.mark.parametrize("after", [2, 3, 4])
 def test_a_shortened_epoch_is_resumed_exactly(tmp_path: Path, after: int) -> None:
     whole, _ = _shortened(tmp_path / "whole")
@@ -60,7 +58,6 @@ def test_a_shortened_epoch_is_resumed_exactly(tmp_path: Path, after: int) -> Non
     assert torch.equal(weights(whole.module), weights(resumed.module))
 
 
-@pytest.mark.spec("F-P5")
 def test_an_epoch_is_not_ended_where_none_is_trained(tmp_path: Path) -> None:
     class Late(ts.Callback):
         def on_epoch_end(self, trainer: Any) -> None:
@@ -70,7 +67,6 @@ def test_an_epoch_is_not_ended_where_none_is_trained(tmp_path: Path) -> None:
         ts.Trainer(Classifier(), arguments(tmp_path), callbacks=[Late()]).train()
 
 
-@pytest.mark.spec("F-P6")
 def test_limits_of_an_epoch_may_be_fractions(tmp_path: Path) -> None:
     seen = []
 
@@ -92,7 +88,6 @@ def test_limits_of_an_epoch_may_be_fractions(tmp_path: Path) -> None:
     assert len(seen) == 2 * 2  # of 6 batches, rounded up, in two validations
 
 
-@pytest.mark.spec("F-P6")
 def test_a_fraction_of_an_unknown_length_is_refused(tmp_path: Path) -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
@@ -112,7 +107,6 @@ def test_a_fraction_of_an_unknown_length_is_refused(tmp_path: Path) -> None:
         train(StreamsTraining(), tmp_path / "train", max_train_steps_per_epoch=0.5)
 
 
-@pytest.mark.spec("F-P16")
 def test_no_training_step_at_all_is_answered_with_validate(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"call trainer\.validate\(\)"):
         arguments(tmp_path, max_train_steps_per_epoch=0)
@@ -124,7 +118,6 @@ class Slow(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-@pytest.mark.spec("F-P7")
 def test_validation_and_checkpoints_come_by_time(tmp_path: Path) -> None:
     saves = ts.DefaultCheckpointerArguments(every_n_seconds=0.1, keep_last=None, every_n_epochs=100, keep_best=0)
     trainer = train(
@@ -140,7 +133,6 @@ def test_validation_and_checkpoints_come_by_time(tmp_path: Path) -> None:
     assert 3 <= len(saved) <= 20
 
 
-@pytest.mark.spec("F-P7")
 def test_a_timer_meets_few_times_and_does_not_count_what_is_due() -> None:
     now, asked = 0.0, 0
 
@@ -161,7 +153,6 @@ def test_a_timer_meets_few_times_and_does_not_count_what_is_due() -> None:
     assert asked < 80
 
 
-@pytest.mark.spec("F-P7")
 def test_a_time_between_validations_is_plain_in_files_and_checked(tmp_path: Path) -> None:
     args = arguments(tmp_path, validate_every=ts.Every(time="00:30:00"))
     assert args.to_dict()["validate_every"]["time"] == 1800.0
@@ -172,7 +163,6 @@ def test_a_time_between_validations_is_plain_in_files_and_checked(tmp_path: Path
         ts.DefaultCheckpointerArguments(every_n_seconds=0)
 
 
-@pytest.mark.spec("F-P10")
 @pytest.mark.parametrize(
     ("interval", "length", "says"),
     [("epoch", 12, "ends early"), ("step", 5, "past its end"), ("step", 12, None), ("epoch", 2, None)],
@@ -206,7 +196,7 @@ class Rated(Classifier):
     metrics = Ratio()
 
 
-@pytest.mark.spec("F-35", "HZ-19")
+@pytest.mark.spec("HZ-19")
 def test_a_monitor_without_its_prefix_is_found_before_training(tmp_path: Path) -> None:
     trainer = ts.Trainer(Rated(validate=True), arguments(tmp_path, monitor="accuracy", sanity_val_steps=1))
     with pytest.raises(ts.ConfigurationError, match="the validation gives 'val/Ratio/accuracy'"):
@@ -214,7 +204,6 @@ def test_a_monitor_without_its_prefix_is_found_before_training(tmp_path: Path) -
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.spec("F-P9")
 def test_a_callback_whose_state_is_in_the_checkpoint_and_that_is_not_given_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,7 +223,6 @@ def test_a_callback_whose_state_is_in_the_checkpoint_and_that_is_not_given_is_na
 
 
 @pytest.mark.distributed
-@pytest.mark.spec("F-P5", "F-P7")
 def test_all_ranks_end_an_epoch_and_validate_by_time_at_the_same_steps(tmp_path: Path) -> None:
     from tests.helpers.processes import run_world
     from tests.helpers.workers.epoch_limits import shortened

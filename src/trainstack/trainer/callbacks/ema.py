@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainstack._tensor_classes import inner_tensors
 from trainstack.backends.fast_paths import fast_lerp, fast_paths_enabled
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.core.tensors import is_quantized_wrapper
 from trainstack.trainer.events import Callback
 from trainstack.trainer.module_checks import check_initialized
 
@@ -20,7 +20,7 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def _has_average(parameter: Tensor) -> bool:
-    return (parameter.is_floating_point() or parameter.is_complex()) and inner_tensors(parameter) is None
+    return (parameter.is_floating_point() or parameter.is_complex()) and not is_quantized_wrapper(parameter)
 
 
 class EMA(Callback):

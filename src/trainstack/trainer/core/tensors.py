@@ -42,6 +42,11 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
     return finite
 
 
+def is_quantized_wrapper(tensor: Tensor) -> bool:
+    """Whether `tensor` consists of others, as the quantized weights of torchao do."""
+    return inner_tensors(tensor) is not None
+
+
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
     if inner_tensors(tensor) is not None:

@@ -176,8 +176,7 @@ class Run:
         self._connect_module()
         self.hooks = self._make_hooks()
         self._prepare_model()
-        with context.sink.mute(state):  # a layer may try the module out
-            self.loop = self._make_loop()
+        self.loop = self._make_loop()
         self.events.optimizer_modes = OptimizerModes(self.loop.work.optimizers)
         if not self.stack.is_private:
             self.loop.meter.find_samples = self.data.indices_of
@@ -243,7 +242,8 @@ class Run:
         work = Workload.from_module(*parts, fast_paths=args.fast_paths)
         agree_on_workload(self.context, self.data, work)
         check_updates(work, list(self.stack.layers()))
-        work = self.stack.prepare(work)
+        with context.sink.mute(self.state):  # a layer may try the module out
+            work = self.stack.prepare(work)
         keep = args.collect_train_outputs
         plan_ahead = replace(ahead, epochs=epochs)
         return TrainLoop(
