@@ -1,5 +1,4 @@
-"""HfArgumentParser of transformers over TrainerArguments and a dataclass of the user's."""
-# expected to fail: HfArgumentParser cannot read the annotations of TrainerArguments yet
+"""HfArgumentParser of transformers over ParserArguments, the flat form of TrainerArguments, and a dataclass of the user."""
 
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ class ModelArguments:
 
 
 if __name__ == "__main__":
-    parser = HfArgumentParser((ModelArguments, ts.TrainerArguments))
-    model, args = parser.parse_args_into_dataclasses(["--width", "4", "--epochs", "3", "--train_batch_size", "8"])
+    parser = HfArgumentParser((ModelArguments, ts.ParserArguments))
+    model, parsed = parser.parse_args_into_dataclasses(["--width", "4", "--epochs", "3", "--train_batch_size", "8"])
+    args = parsed.to_arguments()
     assert (model.width, args.epochs, args.train_batch_size) == (4, 3, 8)

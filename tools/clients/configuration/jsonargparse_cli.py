@@ -1,5 +1,4 @@
 """A command line by jsonargparse with TrainerArguments as a group of options."""
-# expected to fail: jsonargparse cannot read the annotations of TrainerArguments yet
 
 from jsonargparse import ArgumentParser
 

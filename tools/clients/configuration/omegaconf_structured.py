@@ -1,11 +1,11 @@
-"""TrainerArguments as a structured config of OmegaConf, with type checks by OmegaConf."""
-# expected to fail: the unions in the annotations of TrainerArguments are not read by OmegaConf yet
+"""ParserArguments, the flat form of TrainerArguments, as a structured config of OmegaConf, with type checks by OmegaConf."""
 
 from omegaconf import OmegaConf
 
 import trainstack as ts
 
 if __name__ == "__main__":
-    config = OmegaConf.merge(OmegaConf.structured(ts.TrainerArguments), OmegaConf.from_dotlist(["epochs=3"]))
-    args = ts.TrainerArguments.from_dict(config)
+    config = OmegaConf.merge(OmegaConf.structured(ts.ParserArguments), OmegaConf.from_dotlist(["epochs=3"]))
+    parsed: ts.ParserArguments = OmegaConf.to_object(config)  # type: ignore[assignment]
+    args = parsed.to_arguments()
     assert args.epochs == 3

@@ -1,5 +1,4 @@
 """TrainerArguments as a field of a pydantic model, with validation from a dict and its JSON schema."""
-# expected to fail: pydantic cannot make a JSON schema of TrainerArguments yet
 
 from pydantic import BaseModel
 

@@ -1,5 +1,4 @@
 """Checkpoints that hold the adapter alone, and a resume from one."""
-# expected to fail: DefaultCheckpointerArguments has no keep_frozen yet
 
 from pathlib import Path
 

@@ -1,5 +1,4 @@
 """LoRA over a base that torchao has quantised to 8 bits (QLoRA's form), and an exact resume."""
-# expected to fail: tensor subclasses in weights and optimizer states cannot be saved yet
 
 import torch
 from peft import LoraConfig, get_peft_model

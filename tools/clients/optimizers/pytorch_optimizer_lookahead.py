@@ -1,5 +1,4 @@
 """Lookahead of pytorch-optimizer, whose state dict has a form of its own."""
-# expected to fail: an optimizer whose state dict has no param_groups cannot be resumed yet
 
 import torch
 from pytorch_optimizer import Lookahead

@@ -1,5 +1,4 @@
 """AdamWScheduleFree as it is; its modes are the trainer's business."""
-# expected to fail: train() and eval() of an optimizer are not called yet
 
 import torch
 from schedulefree import AdamWScheduleFree

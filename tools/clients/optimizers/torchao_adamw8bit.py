@@ -1,5 +1,4 @@
 """AdamW with a state of 8 bits, by torchao; a resume is exact."""
-# expected to fail: tensor subclasses in optimizer states cannot be saved yet
 
 import torch
 from torch import nn

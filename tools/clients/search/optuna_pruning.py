@@ -1,5 +1,4 @@
 """Pruning with a ready callback: bad trials end early, as pruned."""
-# expected to fail: callbacks has no OptunaPruning yet
 
 import optuna
 import torch

@@ -1,5 +1,4 @@
 """A text column left in the data set, as it is after `map`; the collator must not see it."""
-# expected to fail: columns that the model does not take are not dropped yet; today the user writes remove_columns
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
