@@ -1,4 +1,4 @@
-"""HfArgumentParser of transformers over ParserArguments, the flat form of TrainerArguments, and a dataclass of the user."""
+"""HfArgumentParser of transformers over ParserArguments, the flat form of TrainerArguments, and a user's dataclass."""
 
 from dataclasses import dataclass
 

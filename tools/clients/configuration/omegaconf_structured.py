@@ -1,4 +1,4 @@
-"""ParserArguments, the flat form of TrainerArguments, as a structured config of OmegaConf, with type checks by OmegaConf."""
+"""ParserArguments, the flat form of TrainerArguments, as a structured config that OmegaConf checks."""
 
 from omegaconf import OmegaConf
 
