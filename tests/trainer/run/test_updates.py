@@ -190,6 +190,18 @@ def test_events_are_fired_for_each_update(tmp_path: Path) -> None:
     assert fired.count(ts.Event.BEFORE_OPTIMIZER_STEP) == fired.count(ts.Event.AFTER_ZERO_GRAD) == 6
 
 
+def test_subscribers_get_the_batch_and_the_loss_of_each_pass(tmp_path: Path) -> None:
+    trainer, given = ts.Trainer(Told(), arguments(tmp_path, max_steps=1, **PLAIN)), []
+    trainer.on(ts.Event.BEFORE_BACKWARD)(lambda trainer, outputs: given.append(outputs))
+    trainer.on(ts.Event.TRAIN_BATCH_END)(lambda trainer, batch, outputs, loss: given.append((batch, outputs, loss)))
+    trainer.train()
+    assert len(given) == 4  # two passes, with two events each
+    for before, (batch, outputs, loss) in zip(given[::2], given[1::2], strict=True):
+        assert torch.equal(batch[0], POINTS[:8])
+        assert torch.equal(before.detach(), loss)
+        assert torch.equal(outputs, loss)
+
+
 def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
     saved = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=2), **PLAIN}
     whole = InTurns(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -24,6 +24,17 @@ class NextPart:
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
+
+
+class PartResult(NamedTuple):
+    """Whether `train_step` has ended, and what it returned or yielded."""
+
+    ended: bool
+    value: Any
+
+    def split(self) -> tuple[Any, Any]:
+        """Of what was yielded: the loss, and the optimizers; None for all of them."""
+        return self.value if isinstance(self.value, tuple) and len(self.value) == 2 else (self.value, None)
 
 
 def yields_updates(module: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trainstack.backends import Borrowed
-from trainstack.trainer.core.several_updates import NextPart
+from trainstack.trainer.core.several_updates import NextPart, PartResult
 from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
 from trainstack.trainer.events.bus import Fire
@@ -67,8 +67,9 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
             if begin is not None:
                 begin(plain)
             given = None if end is None else plain
-        returned = forward(work, stage, batch, step)
-        return returned
+        outputs = forward(work, stage, batch, step)
+        returned = outputs.split()[0] if type(outputs) is PartResult else outputs
+        return outputs
 
     def announced_backward(work: Any, loss: Any, weight: float) -> None:
         nonlocal returned

@@ -23,7 +23,7 @@ from trainstack.backends.losses import find_loss
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
-from trainstack.trainer.core.several_updates import NextPart, check_closures, yields_updates
+from trainstack.trainer.core.several_updates import NextPart, PartResult, check_closures, yields_updates
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.run.borrowed_pass import muted_log, restored_after
 from trainstack.trainer.run.train_loop import TrainLoop
@@ -189,11 +189,11 @@ class StepUpdates:
             one.part = one.batch
             return _Request(everyone, closure=True)
         with self._within(one, work) as forward:
-            ended, value = forward(NextPart(partial(_run_part, one.generator)))
-            if ended:
-                one.outputs = value
+            result: PartResult = forward(NextPart(partial(_run_part, one.generator)))
+            if result.ended:
+                one.outputs = result.value
                 return None
-            loss, optimizers = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+            loss, optimizers = result.split()
             chosen = everyone if optimizers is None else self._positions(optimizers)
             if callable(loss) and not isinstance(loss, Tensor):
                 one.part = NextPart(loss)
@@ -301,12 +301,12 @@ class _Closure:
         return total
 
 
-def _run_part(generator: Generator[Any, Any, Any]) -> tuple[bool, Any]:
-    """Run up to the next `yield`: whether `generator` has ended, and what it yielded or returned."""
+def _run_part(generator: Generator[Any, Any, Any]) -> PartResult:
+    """Run up to the next `yield`, or to the end."""
     try:
-        return False, next(generator)
+        return PartResult(False, next(generator))
     except StopIteration as end:
-        return True, end.value
+        return PartResult(True, end.value)
 
 
 def _hold(step: StepBatches) -> list[_Pass]:
