@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs hostile attacks differential dp-table docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs launchers hostile attacks differential dp-table docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -37,6 +37,7 @@ check: .venv/.stamp ## format, lint, types, the table of features and the docume
 	$(BIN)/mypy
 	@if [ -f tools/features.py ]; then echo "$(BIN)/python tools/features.py --check"; $(BIN)/python tools/features.py --check; fi
 	$(BIN)/python tools/messages.py --check
+	$(BIN)/python tools/words.py --check
 	$(BIN)/python -m tools.editor_types
 	@$(MAKE) --no-print-directory docs
 
@@ -64,6 +65,9 @@ kills: .venv/.stamp ## kill trainings at 200 random moments and compare what the
 
 two-jobs: .venv/.stamp ## start two jobs on one directory 50 times, with kills, stops and clock jumps; ARGS="--cases 5"
 	$(BIN)/python -m tools.two_jobs $(ARGS)
+
+launchers: .venv/.stamp ## start trainings by torchrun on two hosts, SLURM, Ray, submitit and in pods, where they are installed; ARGS="slurm"
+	$(BIN)/python -m tools.launchers $(ARGS)
 
 dp-table: .venv/.stamp ## published accuracies of private training beside ours, in hours; continues after a kill; ARGS="--rows cnn"
 	$(BIN)/python -m tools.dp_table $(ARGS)

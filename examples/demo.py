@@ -81,8 +81,8 @@ def within_an_epoch(plan):
 
 
 def line_that_begins(word, text):
-    """The rest of the line of `text` that begins with `word`."""
-    return next(line.removeprefix(word).strip() for line in text.splitlines() if line.startswith(word))
+    """The rest of the last line of `text` that begins with `word`."""
+    return next(line.removeprefix(word).strip() for line in reversed(text.splitlines()) if line.startswith(word))
 
 
 def kill_and_resume(unbroken, epochs, folder):

@@ -82,7 +82,7 @@ def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
     """A process group of this one process around each test of a stack that joins processes; the layer adopts it."""
     parameters = getattr(request.node, "callspec", None)
     specs = [value for value in parameters.params.values() if isinstance(value, str)] if parameters else []
-    if not any(spec.split("-")[0] == "ddp" for spec in specs):
+    if not any(spec.split("-")[0] in ("ddp", "fsdp") for spec in specs):
         yield
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

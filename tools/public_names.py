@@ -20,6 +20,8 @@ PACKAGES = (
     "trainstack.trainer.schedulers.placeholders",
     "trainstack.backends",
     "trainstack.checkpointing",
+    "trainstack.step_log",
+    "trainstack.replaying",
     "trainstack.verifying",
     "trainstack.testing",
 )

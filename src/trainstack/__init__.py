@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainstack.errors import *  # noqa: F403
     from trainstack.launching.launch import launch
     from trainstack.ranks import main_process_first, print_once, rank_zero_only
+    from trainstack.replaying import ReplayReport, StepDifference, compare_by_replay, replay
     from trainstack.trainer import *  # noqa: F403
     from trainstack.verifying import Divergence, KillEvent, ResumeReport, verify_resume
 
@@ -32,14 +33,18 @@ if TYPE_CHECKING:
         "Divergence",
         "KillEvent",
         "PrivacyStatement",
+        "ReplayReport",
         "ResumeReport",
+        "StepDifference",
         "__version__",
+        "compare_by_replay",
         "errors",
         "launch",
         "main_process_first",
         "print_once",
         "rank_zero_only",
         "register_tensor_class",
+        "replay",
         "verify_resume",
     ]
     __all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
@@ -50,10 +55,11 @@ if TYPE_CHECKING:
 _PACKAGES = ("errors", "backends", "checkpointing", "trainer")
 _PLACES = {
     **dict.fromkeys(("KillEvent", "Divergence", "ResumeReport", "verify_resume"), "trainstack.verifying"),
+    **dict.fromkeys(("ReplayReport", "StepDifference", "compare_by_replay", "replay"), "trainstack.replaying"),
     **dict.fromkeys(("main_process_first", "print_once", "rank_zero_only"), "trainstack.ranks"),
     **{
         name: f"trainstack.{name}"
-        for name in (*_PACKAGES, "launching", "verifying", "auditing", "testing", "cli", "ranks", "stage")
+        for name in (*_PACKAGES, "launching", "verifying", "replaying", "auditing", "testing", "cli", "ranks", "stage")
     },
     "PrivacyStatement": "trainstack.backends.privacy_statement",
     "launch": "trainstack.launching.launch",

@@ -20,7 +20,8 @@ def lazy_imports(package: str, places: Mapping[str, str]) -> Callable[[str], Any
 
     def get(name: str) -> Any:
         if name not in places:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            module = sys.modules[package]  # for the hint of Python's own: "Did you mean: ...?"
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
         place = places[name]
         with gc_paused():
             module = import_module(place)

@@ -11,8 +11,9 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -125,6 +126,11 @@ class TimedStore:
         """The part of the store whose keys begin with `prefix`."""
         return TimedStore(PrefixStore(prefix, self.raw), self._timeout_s, self._deadline, self._pending)
 
+    def cloned(self) -> TimedStore:
+        """The same store over another connection."""
+        clone = run_with_clock(self.raw.clone, self._seconds_left())  # type: ignore[attr-defined]  # missing in stubs
+        return TimedStore(clone, self._timeout_s, self._deadline)
+
     @property
     def silent_s(self) -> float:
         """For how long the oldest request has been without an answer; 0 if there is none."""
@@ -148,9 +154,20 @@ class TimedStore:
         """The texts under `keys` once all of them exist, else None."""
 
         def read() -> list[str] | None:
-            return [self.raw.get(key).decode() for key in keys] if self.raw.check(list(keys)) else None
+            if not self.raw.check(list(keys)):
+                return None
+            found = self.raw.multi_get(list(keys)) if len(keys) > 1 else [self.raw.get(keys[0])] if keys else []
+            return [text.decode() for text in found]
 
         return self._ask(read)
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """The texts under keys that exist, in one request."""
+        return [text.decode() for text in self._ask(lambda: self.raw.multi_get(list(keys)))]
+
+    def set_all(self, texts: Mapping[str, str]) -> None:
+        """Store each text under its key, in one request."""
+        self._ask(lambda: self.raw.multi_set(list(texts), list(texts.values())))  # type: ignore[attr-defined]
 
     def compare_set(self, key: str, before: str, text: str) -> None:
         """Store `text` under `key` if that holds `before`; "" means that the key does not exist."""
@@ -186,8 +203,20 @@ class TimedStore:
         return found
 
     def missing(self, keys: Sequence[str]) -> list[int]:
-        """The places in `keys` of those that do not exist."""
-        return [number for number, key in enumerate(keys) if self.find(key) is None]
+        """The places in `keys` of those that do not exist: halves are asked for until they have all or one."""
+        found, parts = list[int](), [range(len(keys))] if keys else []
+        while parts:
+            part = parts.pop()
+            if self._ask(lambda part=part: self.raw.check([keys[at] for at in part])):  # type: ignore[misc]
+                continue
+            if len(part) == 1:
+                found.append(part[0])
+            else:
+                parts += [part[: len(part) // 2], part[len(part) // 2 :]]
+        return sorted(found)
+
+    def _seconds_left(self) -> float:
+        return min(self._timeout_s, max(0.0, self._deadline - time.monotonic()))
 
     def _ask(self, request: Callable[[], T]) -> T:
         mark, begin = object(), time.monotonic()
@@ -199,7 +228,7 @@ class TimedStore:
             finally:
                 self._pending.pop(mark, None)
 
-        seconds = min(self._timeout_s, max(0.0, self._deadline - begin))
+        seconds = self._seconds_left()
         try:
             return run_with_clock(run, seconds)
         except TimeoutError:
@@ -213,6 +242,40 @@ class TimedStore:
             f"the store at {point} has not answered for {max(seconds, self.silent_s):.0f} s: the network between "
             f"{host} and {here} is interrupted, or {host} is down, or the process with the store is stopped."
         )
+
+
+class KeyWait:
+    """Waits for a key on a connection of its own, in a daemon thread: the store tells, and nobody polls.
+
+    torch 2.13.0 writes two lines of warnings where a wait runs out, so nobody lets it: `end` sets the key.
+
+    Args:
+        store: where the key will be.
+        key: that another process sets.
+        seconds: after which the store gives up.
+    """
+
+    def __init__(self, store: TimedStore, key: str, seconds: float) -> None:
+        self._store, self._key = store, key
+        self._connection = store.cloned()
+        self._woken = threading.Event()
+        self._seconds = seconds
+        threading.Thread(target=self._run, name="trainstack-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):
+            self._connection.raw.wait([self._key], timedelta(seconds=self._seconds))
+        self._woken.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the key is there, or the connection is lost, within so many seconds."""
+        return self._woken.wait(seconds)
+
+    def end(self) -> None:
+        """Wait no more."""
+        if not self._woken.is_set():
+            with suppress(RuntimeError, StoreSilentError):
+                self._store.within(_PIECE_S).set(self._key, "")
 
 
 def address_of(store: Any) -> str:

@@ -11,8 +11,9 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainstack._deferred import DeferredTensor, whole
 from trainstack.errors import ConfigurationError
 
 _AO = "torchao.quantization"
@@ -104,14 +105,59 @@ def registered_class(name: str) -> type:
 def inner_tensors(value: Any) -> tuple[dict[str, Tensor], Any] | None:
     """The tensors inside of a tensor subclass by their names, and its attributes; None for other values.
 
-    Classes of torch, such as DTensor and nested tensors, answer to all operations themselves.
+    A `DTensor` has one inside, the part of this process. Other classes of torch, such as nested tensors, answer to all
+    operations themselves.
     """
-    if type(value) is Tensor or not isinstance(value, Tensor) or not _is_wrapper(type(value)):
+    cls = type(value)
+    if cls is Tensor or not isinstance(value, Tensor) or not _is_wrapper(cls):
         return None
-    if type(value).__module__.startswith("torch."):
+    if cls.__module__.startswith("torch.") and not is_sharded(value):
         return None
+    if is_sharded(value):
+        return {"local": value.detach().to_local()}, (value.device_mesh, value.placements)  # type: ignore[attr-defined]
     names, attributes = value.__tensor_flatten__()  # type: ignore[attr-defined]
     return {name: getattr(value, name) for name in names}, attributes
+
+
+def has_meta(module: nn.Module) -> bool:
+    """Whether a parameter or a buffer of `module` is on the meta device, where it has no values."""
+    return any(one.is_meta for one in module.parameters()) or any(one.is_meta for one in module.buffers())
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `value` is a `DTensor`, of which each process holds a part or a copy."""
+    return type(value).__module__.startswith("torch.distributed.tensor") and isinstance(value, Tensor)
+
+
+def class_of(module: nn.Module) -> type:
+    """The class that `module` was made of; `fully_shard` makes another one of it, called FSDP..., with its methods."""
+    classes = type(module).__mro__
+    return next(one for one in classes if not any(base.__name__ == "FSDPModule" for base in one.__mro__))
+
+
+def shard_like(tensor: Tensor, like: Any) -> Tensor:
+    """The part of this process of a whole `tensor`, divided as the sharded tensor `like` is; no process waits.
+
+    Of a `DeferredTensor` that is divided by rows, only the rows of this process are read.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    if (
+        isinstance(tensor, DeferredTensor)
+        and mesh.ndim == 1
+        and type(placements[0]) is Shard
+        and placements == (Shard(0),)
+    ):
+        count = tensor.shape[0]
+        step = -(-count // mesh.size())  # torch divides as torch.chunk does
+        first = min(count, mesh.get_local_rank() * step)
+        local = tensor.rows(first, min(count, first + step)).to(like.device)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tuple(like.stride())
+        )
+    moved = whole(tensor).detach().to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -135,5 +181,9 @@ def map_inner(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 def join_inner(cls: Any, inner: dict[str, Tensor], attributes: Any, like: Any) -> Tensor:
     """A tensor of the subclass `cls` with these parts; `like` has its `size` and `stride`."""
+    if is_sharded(like):
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(inner["local"], *attributes, run_check=False, shape=like.size(), stride=like.stride())
     made: Tensor = cls.__tensor_unflatten__(inner, attributes, like.size(), like.stride())
     return made

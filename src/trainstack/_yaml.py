@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
 
@@ -33,22 +33,26 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?)([eE][
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-def read_yaml(path: str | PathLike[str]) -> dict[str, Plain]:
+def read_yaml(path: str | PathLike[str], read: Callable[[str, int], bytes] = read_small) -> dict[str, Plain]:
     """The mapping in the YAML file `path`; an empty file is an empty one.
+
+    Args:
+        path: of the file.
+        read: returns its content, and raises OSError if that has more bytes than its second argument.
 
     Raises:
         ConfigurationError: the file does not exist, is not UTF-8 text, or has no mapping that `parse_yaml` reads.
     """
     name = os.fspath(path)
-    values = parse_yaml(_text_of(name), name)
+    values = parse_yaml(_text_of(name, read), name)
     if values is not None and not isinstance(values, dict):
         raise ConfigurationError(f"{name!r} holds a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'.")
     return values or {}
 
 
-def _text_of(path: str) -> str:
+def _text_of(path: str, read: Callable[[str, int], bytes]) -> str:
     try:
-        content = read_small(path, MAX_BYTES)
+        content = read(path, MAX_BYTES)
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no file {path!r} to read arguments from.") from error
     except (OSError, ValueError) as error:
@@ -100,7 +104,10 @@ def write_yaml(value: Plain) -> str:
             return True
 
     def represent(dumper: Any, text: str) -> Any:
-        is_plain = _PLAIN_TEXT.fullmatch(text) and parse_yaml(text, "") == text
+        try:
+            is_plain = _PLAIN_TEXT.fullmatch(text) and parse_yaml(text, "") == text
+        except ConfigurationError:  # the end of a document, "..."
+            is_plain = False
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
 
     Dumper.add_representer(str, represent)

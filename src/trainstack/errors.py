@@ -9,6 +9,7 @@ TrainstackError
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
+├── ReplayMismatchError (RuntimeError)   a global step gave other bits when it was run a second time
 ├── LaunchError (RuntimeError)           a process that launch() started failed
 ├── PrivacyBudgetError (RuntimeError)    a private step would exceed the budget
 └── CheckpointError                      a checkpoint cannot be written or read
@@ -17,6 +18,7 @@ TrainstackError
     ├── CheckpointMismatchError          an intact checkpoint of something else
     ├── LeaseError                       another process owns the directory of the run
     ├── PrivacyLedgerError               the ledger of a private run is missing, old or damaged
+    ├── SignatureError                   a signature is missing, of another key, or the files differ from it
     └── UnsupportedStateError (TypeError) a value that the format cannot hold
 
 Preempted (SystemExit)               a signal stopped the training in good order; no error
@@ -46,6 +48,8 @@ __all__ = [
     "PrivacyBudgetError",
     "PrivacyError",
     "PrivacyLedgerError",
+    "ReplayMismatchError",
+    "SignatureError",
     "StopTraining",
     "TrainstackError",
     "UnsupportedStateError",
@@ -98,6 +102,22 @@ class PeerError(TrainstackError, RuntimeError):
     """Another process of the run failed; the message names its rank and carries its error."""
 
 
+class ReplayMismatchError(TrainstackError, RuntimeError):
+    """A global step was run twice from the same state and gave other bits; see docs/determinism.md.
+
+    Args:
+        message: what differs, and what to do.
+        step: the global step, counted from 1.
+        rank: of the process that saw the difference.
+        quantity: `"loss"` or `"gradient"`.
+        parameter: the first parameter, by name, whose gradient differs; None if only losses do.
+    """
+
+    def __init__(self, message: str, *, step: int, rank: int, quantity: str, parameter: str | None) -> None:
+        super().__init__(message)
+        self.step, self.rank, self.quantity, self.parameter = step, rank, quantity, parameter
+
+
 class LaunchError(TrainstackError, RuntimeError):
     """A process that `launch` started failed, or could not be started.
 
@@ -143,6 +163,10 @@ class LeaseError(CheckpointError):
 
 class PrivacyLedgerError(CheckpointError):
     """The ledger of a private run is missing, older than the checkpoint, damaged, or that of another dataset."""
+
+
+class SignatureError(CheckpointError):
+    """A checkpoint is not signed, is signed by another key, or is not as it was signed."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):

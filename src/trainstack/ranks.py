@@ -103,8 +103,11 @@ def exchange(subject: str, text: str, *, timeout_s: float = 600.0) -> list[str]:
     store, size = own_part(subject, timeout_s), dist.get_world_size()
     keys = [str(rank) for rank in range(size)]
     store.set(keys[dist.get_rank()], text)
+    if store.add("count", 1) == size:
+        store.set("complete", "")
     try:
-        return store.wait_for(keys, timeout_s, readers=size)
+        store.wait_for(["complete"], timeout_s, readers=size)
+        return store.get_all(keys)
     except TimeoutError as error:
         missing = ", ".join(map(str, store.within(_REQUEST_S).missing(keys)))
         raise TrainstackError(
@@ -136,13 +139,23 @@ def _wait_for_first(store: TimedStore, key: str, first: int, timeout_s: float) -
 def own_part(subject: str, timeout_s: float = _REQUEST_S) -> TimedStore:
     """A part of the group's store that no other call uses, the same in every process that calls equally often.
 
-    A request to it ends within `timeout_s`. The store counts, so nothing is global. torch 2.13 keeps the store over
-    torchrun's restarts: the restart is part of the prefix.
+    A request to it ends within `timeout_s`. The store counts, so nothing is global.
     """
     # torch 2.13.0: there is no public way to the store
     store = TimedStore(dist.distributed_c10d._get_default_store(), min(timeout_s, _REQUEST_S))
-    prefix = f"trainstack/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{subject}"
+    prefix = f"trainstack/{_restart()}/{subject}"
     return store.under(f"{prefix}/{store.add(f'{prefix}/calls/{dist.get_rank()}', 1)}")
+
+
+def _restart() -> str:
+    """A part of keys that keeps those of torchrun's starts apart, where these share a store.
+
+    torch 2.13.0: they share the store of the first start, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1, which a host
+    needs to join a running job. The agent of that host counts its own starts, so ranks have different numbers.
+    """
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _has_group() -> bool:

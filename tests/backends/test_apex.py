@@ -261,9 +261,9 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
     ("level", "suites"),
     [
         pytest.param("O0", CONTRACT, marks=pytest.mark.long),
-        ("O1", [*CONTRACT, *OTHERS]),
+        pytest.param("O1", [*CONTRACT, *OTHERS], marks=pytest.mark.long),
         ("O2", CONTRACT),
-        ("O3", []),
+        pytest.param("O3", [], marks=pytest.mark.long),
         pytest.param("O0", OTHERS, marks=pytest.mark.long),
     ],
     ids=["O0", "O1", "O2", "O3", "O0, the other files"],

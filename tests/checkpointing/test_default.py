@@ -263,7 +263,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.M
     one = checkpointer(tmp_path)
     one.save(make_checkpoint(1), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT_VERSION", 3)
+        patch.setattr(manifest, "FORMAT_VERSION", 99)
         one.save(make_checkpoint(2), 2)
     with pytest.raises(CheckpointMismatchError, match="Upgrade"):
         one.load("auto")

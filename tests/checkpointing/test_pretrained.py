@@ -206,3 +206,16 @@ class TestExport:
             "state.json",
         ]
         ts.verify_checkpoint(export)
+
+
+def test_shards_and_index_have_the_same_names(tmp_path: Path) -> None:
+    index = write_shards(tmp_path / "shards", Net())
+    content = json.loads(index.read_text())
+    del content["weight_map"]["head.bias"]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointDamagedError, match=r"does not name 'head\.bias', which a file"):
+        ts.warm_start(Net(), index)
+    twice = json.dumps(content).replace('"weight_map": {', '"weight_map": {"head.weight": "other.safetensors", ')
+    index.write_text(twice)
+    with pytest.raises(CheckpointDamagedError, match=r"'head\.weight' is there twice"):
+        ts.warm_start(Net(), index)

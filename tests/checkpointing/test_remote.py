@@ -217,3 +217,22 @@ def test_the_commands_read_addresses(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{RUN}/{key}" in capsys.readouterr().out
     assert main(["checkpoints", "ls", "memory://bucket/none"]) == 2
     assert "memory://bucket/none" in capsys.readouterr().err
+
+
+def test_a_signature_and_what_it_covers_go_with_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also files that no manifest lists, such as the config.json of an export."""
+    pytest.importorskip("cryptography", reason="signatures need pip install trainstack[sign]")
+    public = ts.checkpointing.make_key(tmp_path / "key")
+    export = ts.export_model({"weight": torch.ones(2)}, tmp_path / "export")
+    (export / "config.json").write_text("{}")
+    ts.checkpointing.sign_checkpoint(export, tmp_path / "key")
+    upload_export(export, "memory://bucket/export", overwrite=False)
+
+    assert main(["checkpoints", "verify", "memory://bucket/export", "--signature", str(public)]) == 0
+    copy = fetch("memory://bucket/export", tmp_path / "copy")
+    assert ts.checkpointing.verify_signature(copy, public).files.keys() >= {"config.json", "README.md"}
+    assert main(["checkpoints", "ls", "memory://bucket"]) == 0
+    assert " signed " in capsys.readouterr().out
+
+    fsspec.filesystem("memory").pipe("/bucket/export/config.json", b"[]")
+    assert main(["checkpoints", "verify", "memory://bucket/export", "--signature", str(public)]) == 1

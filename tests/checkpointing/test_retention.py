@@ -323,7 +323,7 @@ def test_what_fails_after_a_save_is_a_warning(
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("step", [4, 3], ids=["new step", "same step"])
+@pytest.mark.parametrize("step", [4, pytest.param(3, marks=pytest.mark.long)], ids=["new step", "same step"])
 def test_the_process_ends_before_any_call_of_a_save_with_retention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:

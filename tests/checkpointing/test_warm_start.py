@@ -192,3 +192,41 @@ class TestForeignWeights:
         torch.save(Net(), tmp_path / "model.pt")
         with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*model\.state_dict\(\) alone"):
             ts.load_torch_weights(tmp_path / "model.pt")
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_two_values_for_one_tensor_of_the_model_are_told() -> None:
+    model = Shared()
+    report = ts.warm_start(model, {"embedding.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), 2.0)})
+    assert report.loaded == ("embedding.weight",)
+    assert "another value there than embedding.weight" in report.mismatched["head.weight"]
+    assert (model.embedding.weight == 1).all()
+    same = ts.warm_start(Shared(), dict.fromkeys(("embedding.weight", "head.weight"), torch.full((4, 3), torch.nan)))
+    assert same.is_complete
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        (torch.tensor([1.0, 1e300], dtype=torch.float64), torch.float32),
+        (torch.tensor([1.0, 1e5]), torch.float16),
+        (torch.tensor([1.0, 1e5], dtype=torch.bfloat16), torch.float16),
+        (torch.tensor([1, 300]), torch.int8),
+    ],
+)
+def test_values_that_the_model_does_not_hold_are_not_loaded(given: torch.Tensor, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("values", torch.zeros(2, dtype=dtype))
+    model.register_buffer("others", torch.zeros(1))
+    report = ts.warm_start(model, {"values": given, "others": torch.tensor([torch.inf], dtype=torch.float64)})
+    assert report.loaded == ("others",)  # inf is a value that the source has
+    assert "does not hold" in report.mismatched["values"]
+    assert (model.get_buffer("values") == 0).all()
+    assert ts.warm_start(model, {"values": given[:1].expand(2)}).mismatched == {}

@@ -1,14 +1,19 @@
 """`config.yaml` beside a run, and `trainstack schema`."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import torch
 
 import trainstack as ts
-from trainstack._yaml import read_yaml
+from trainstack._yaml import MAX_BYTES, parse_yaml, read_yaml
+from trainstack.checkpointing import fetch, read_checkpoint
 from trainstack.cli.main import main
+from trainstack.trainer.run_files import RunFiles
 
 MODULE = """
 import torch
@@ -46,6 +51,41 @@ def test_a_run_starts_again_from_its_config() -> None:
     assert {**config, "output_dir": "two"} == again
 
 
+@pytest.mark.parametrize("address", ["memory://bucket/one", "memory://bucket/runs/1"])
+def test_a_run_at_an_address_starts_again_from_the_config_there(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    words = ["--module.lr", "0.05", "--epochs", "2", "--train_batch_size", "4", "--progress", "none"]
+    assert main(["train", "own_config.py:Own", *words, "--output_dir", address]) == 0
+    found: Any = parse_yaml(memory.cat(f"{address}/config.yaml").decode(), "config")
+    assert (found["target"], found["output_dir"]) == ("own_config.py:Own", address)
+
+    shutil.rmtree(tmp_path / "cache")
+    assert main(["train", "--config", f"{address}/config.yaml", "--output_dir", "two"]) == 0
+    again: Any = read_yaml("two/config.yaml")
+    assert {**found, "output_dir": "two"} == again
+    ends = [read_checkpoint(fetch(address)), read_checkpoint(next(Path("two/checkpoints").glob("*4")))]
+    one, other = (end.module_interface_state or {} for end in ends)
+    assert one
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    memory.store.clear()
+
+
+@pytest.mark.parametrize("name", ["memory://bucket/none.yaml", "memory://none.yaml"])
+def test_a_config_that_is_not_at_its_address_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config", name]) == 2
+    assert f"there is no file '{name}' to read arguments from" in capsys.readouterr().err
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("memory://bucket/short.yaml", b"epochs: 3")
+    assert ts.TrainerArguments.from_yaml("memory://bucket/short.yaml").epochs == 3
+    memory.pipe_file("memory://bucket/long.yaml", b" " * (MAX_BYTES + 1))
+    assert main(["train", "--config", "memory://bucket/long.yaml"]) == 2
+    assert "cannot be read: it has more than" in capsys.readouterr().err
+
+
 def test_values_that_only_code_sets_are_left_out_and_named(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(MODULE, namespace)
@@ -55,6 +95,23 @@ def test_values_that_only_code_sets_are_left_out_and_named(tmp_path: Path) -> No
     assert "left out here: validate_every." in text
     assert "trainstack train FILE.py:MODULE --config" in text
     assert ts.TrainerArguments.from_yaml(tmp_path / "run" / "config.yaml").writers == ("csv",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_left_out"),
+    [
+        ("resume", "...", False),
+        ("output_dir", "---", False),
+        ("max_time", "01:00:00", False),
+        ("log_every", 10**20, True),
+    ],
+)
+def test_every_value_that_is_written_is_read_again(tmp_path: Path, name: str, value: Any, is_left_out: bool) -> None:
+    args = ts.TrainerArguments(**{name: value})
+    RunFiles(tmp_path, tmp_path, ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments())).write_config(args, {})
+    read = ts.TrainerArguments.from_yaml(tmp_path / "config.yaml")
+    assert (f"left out here: {name}." in (tmp_path / "config.yaml").read_text()) is is_left_out
+    assert (read == args) is not is_left_out
 
 
 def test_a_file_of_the_user_is_kept(tmp_path: Path) -> None:

@@ -62,6 +62,26 @@ def test_a_killed_run_is_started_again_so_often(
         assert main(["interrupted", str(tmp_path), "--or-killed", "3"]) == expected
 
 
+@pytest.mark.parametrize(("restarts", "limit", "code"), [(None, "1", 1), (None, "2", 0), ("0", "1", 0), ("1", "1", 1)])
+def test_sessions_that_make_no_step_are_not_repeated_for_ever(
+    restarts: str | None, limit: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that fails on import: SLURM sends SIGTERM to the others, and the job was requeued without end."""
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    if restarts is not None:  # in a job, sessions of earlier jobs do not count
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    steps = [(0, 8), (8, 8), (8, 8)]
+    sessions = [Session(began=1.0, status="interrupted", first_step=first, last_step=last) for first, last in steps]
+    RunFacts(name="Module", sessions=tuple(sessions)).write(tmp_path)
+    assert main(["interrupted", str(tmp_path), "--without-progress", limit]) == code
+    assert main(["interrupted", str(tmp_path)]) == 0
+    assert main(["interrupted", str(tmp_path), "--without-progress", "-1"]) == 2
+    RunFacts(name="Module", sessions=(*sessions[1:], sessions[0])).write(tmp_path)
+    assert main(["interrupted", str(tmp_path), "--without-progress", "0"]) == 0
+
+
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text("[]")
     assert main(["interrupted", str(tmp_path)]) == 2
@@ -81,7 +101,7 @@ def test_a_signal_before_the_first_session_leaves_one(tmp_path: Path) -> None:
     assert main(["interrupted", str(tmp_path / "logs"), "--since", str(time.time() - 60)]) == 0
 
 
-def run_script(block: str, folder: Path, code: int, answer: int) -> tuple[int, list[list[str]]]:
+def run_script(block: str, folder: Path, code: int, answer: int, **variables: str) -> tuple[int, list[list[str]]]:
     """The exit code of a batch script, and the calls that it makes of `trainstack` and `scontrol`."""
     calls = folder / "calls"
     calls.write_text("")
@@ -94,7 +114,7 @@ def run_script(block: str, folder: Path, code: int, answer: int) -> tuple[int, l
     """
     ended = subprocess.run(
         ["bash", "-c", fakes + block],
-        env={**os.environ, "SLURM_JOB_ID": "77", "SLURM_NNODES": "2"},
+        env={**os.environ, "SLURM_JOB_ID": "77", "SLURM_NNODES": "2", **variables},
         capture_output=True,
         text=True,
         timeout=60,
@@ -129,6 +149,15 @@ def test_batch_scripts_end_with_the_code_of_srun_and_requeue_interrupted_runs(
             if status == "interrupted":  # of the session before; this one has died on import
                 leave(tmp_path, status, began=1.0)
                 assert main([command, str(tmp_path), *options]) == (0 if code == 138 else 1)
+
+
+@pytest.mark.processes
+def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    """The last task has the number of the array: `scontrol requeue` of it repeated all tasks, finished ones too."""
+    (block,) = (str(block.values[0]) for block in BLOCKS if "trainstack interrupted" in str(block.values[0]))
+    task = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
+    _, calls = run_script(block, tmp_path, 75, 0, **task)
+    assert calls[1:] == [["scontrol", "requeue", "77_3"]]
 
 
 def test_a_page_has_a_script_that_asks() -> None:

@@ -79,5 +79,8 @@ def test_doctor_names_what_is_wrong_with_a_string(
         "sp       NO: no kernel for that",
         "sp-bf16  NO: no kernel for that",
     ]
+    after_devices = lines[next(number for number, line in enumerate(lines) if line.startswith("devices: ")) + 1 :]
+    assert after_devices[0] == ""
+    assert after_devices[1].startswith("extra ")
     assert main(["doctor", "amp-sp"]) == 2
     assert "Write 'sp-amp'." in capsys.readouterr().err

@@ -61,7 +61,7 @@ ROWS = [
     ([*TRAIN, "--epochs", "many"], "--epochs many: write a whole number, 0 or more."),
     ([*TRAIN, "--epochs", "1.5"], "--epochs 1.5: write a whole number"),
     ([*TRAIN, "--progress", "bar"], "--progress bar: write auto, rich, plain, notebook, none or null."),
-    ([*TRAIN, "--compile", "maybe"], "--compile maybe: write true, false or a mapping."),
+    ([*TRAIN, "--compile", "maybe"], "--compile maybe: write True, False, 'units' or a dict"),
     ([*TRAIN, "--max_grad_norm", "nan"], "write a number above 0"),
     ([*TRAIN, "--clip_grads", "2"], "--clip_grads 2: write true or false."),
     (

@@ -378,6 +378,14 @@ def test_a_trainer_with_pymarlins_inner_methods_is_refused() -> None:
         Mine(Line(), arguments())
 
 
+def test_an_overridden_validation_of_the_trainer_is_refused() -> None:
+    class Mine(trainer.Trainer):
+        def validate(self, *given: Any, **options: Any) -> Any: ...
+
+    with pytest.raises(ts.ConfigurationError, match=r"Mine defines validate, .* write val_step, on_validation_begin"):
+        Mine(Line(), arguments())
+
+
 @pytest.mark.spec("PMB-03", "PMB-04", "PMB-10", "PMB-12")
 def test_a_backend_is_driven_alone_as_a_plain_loop_would() -> None:
     module, plain = Line(), Line()

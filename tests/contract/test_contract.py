@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
@@ -254,6 +255,8 @@ def assert_same(one: Any, other: Any, path: str = "state") -> None:
         assert len(one) == len(other), path
         for position, (a, b) in enumerate(zip(one, other, strict=True)):
             assert_same(a, b, f"{path}[{position}]")
+    elif isinstance(one, DTensor):  # of two trainings, whose meshes torch does not compute with together
+        assert torch.equal(one.to_local(), other.to_local()), path
     elif isinstance(one, torch.Tensor):
         assert torch.equal(one, other), path
     else:

@@ -99,6 +99,8 @@ def test_a_stack_that_is_driven_alone_places_the_module() -> None:
 
 @every_stack
 def test_place_moves_the_parameters_and_keeps_their_identity(spec: str) -> None:
+    if spec.startswith("fsdp"):
+        pytest.skip("fsdp shards: it puts other parameters in their places, before optimizers are made")
     module = nn.Linear(2, 2)
     before = [id(p) for p in module.parameters()]
     ts.build_trainer_backend(spec).place(module, ts.World(device=torch.device("cpu")))
@@ -139,7 +141,8 @@ def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
     stack = Notes(ts.build_trainer_backend("sp"))
     saving = ts.DefaultCheckpointerArguments()
     module = Classifier(numbers(32), validate=True)
-    args = arguments(tmp_path, nonfinite="skip", log_every=2, checkpointer_args=saving)
+    # The step log reads its digests of whole tensors by one checksum for each device.
+    args = arguments(tmp_path, nonfinite="skip", log_every=2, checkpointer_args=saving, record="off")
     trainer = ts.Trainer(module, args, trainer_backend=stack)
     with reads_counted(monkeypatch) as counter:
         stack.counter = counter

@@ -83,5 +83,5 @@ def test_the_same_configuration_trains_by_the_command_line_with_options_over_it(
     options = ["--epochs", "1", "--module.optimizer", "sgd", "--progress", "none", "--output_dir", "elsewhere"]
     file = PORTED / "hezar_config"
     assert command(["train", f"{file}.py:chapters", "--config", f"{file}.yaml", *options]) == 0
-    assert "epoch 1/1" in capsys.readouterr().out
+    assert "epoch=1/1" in capsys.readouterr().out
     assert list(Path("elsewhere/checkpoints").glob("checkpoint-0*"))

@@ -15,7 +15,7 @@ SCRIPT = EXAMPLES / "private.py"
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.spec("PMB-13")
 def test_a_short_run_keeps_its_budget_and_learns_on_both_data_sets(tmp_path: Path) -> None:
     done = run_python(str(SCRIPT), "--epsilons", "3", "--epochs", "4", "--runs", "1", cwd=tmp_path)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.patience import patience
 from tests.helpers.scripts import run_python
 from trainstack import read_model
 
@@ -50,7 +53,7 @@ def test_a_run_at_an_address(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path: Path) -> None:
     said = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
-    epochs = [line for line in said.splitlines() if line.startswith("epoch 2/2")]
+    epochs = [line for line in said.splitlines() if line.startswith("epoch=2/2")]
     assert len(epochs) == 1
     assert "val/digits/accuracy" in epochs[0]
     assert "val/pixels/loss" in epochs[0]
@@ -69,6 +72,21 @@ def test_the_student_is_taught_and_exported_without_its_teacher(tmp_path: Path) 
     assert right["student taught"] > 30
     student = read_model(tmp_path / "runs" / "distillation" / "student")
     assert sorted(student) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_replay_has_the_same_bits_and_another_finds_the_edit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / "replay.py"), "--epochs", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same bits: steps 11 to 20 (" in done.stdout
+    assert "NOT THE SAME: step 11, data, rank 0: batch" in done.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)

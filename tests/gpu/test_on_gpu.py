@@ -175,7 +175,7 @@ def test_a_checkpoint_needs_no_memory_on_the_device(tmp_path: Path) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    trainer._ready().take_checkpoint(trainer._ready().loop.get_state)
+    trainer._take_checkpoint()
     peak = torch.cuda.max_memory_allocated() - before
     print(f"a checkpoint of {before / MIB:.0f} MiB took {peak / MIB:.1f} MiB more")
     assert peak < 16 * MIB

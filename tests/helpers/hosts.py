@@ -95,13 +95,24 @@ class Hosts:
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = ["ip", "netns", "exec", self.name(number), "unshare", "-u", "sh", "-c"]
-            command += [f'hostname host{number}; exec "$@"', "sh", sys.executable, "-m", "tests.helpers.rank_process"]
+            command = [sys.executable, "-m", "tests.helpers.rank_process"]
             command += [name_of(function), json.dumps({**options, "folder": str(folder)}), str(folder)]
-            with (folder / f"{number}.stderr").open("wb") as errors:
-                self.ranks.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
-                )
+            self.ranks.append(self.call(number, command, environment, folder / f"{number}.stderr"))
+
+    def call(self, number: int, command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a command on a host; all that it prints goes to the end of a file."""
+        prefix = ["ip", "netns", "exec", self.name(number), "unshare", "-u", "sh", "-c"]
+        prefix += [f'hostname host{number}; exec "$@"', "sh"]
+        with log.open("ab") as file:
+            return subprocess.Popen([*prefix, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
+
+    def lose(self, number: int) -> None:
+        """Cut a host off, and kill all that runs on it, of which the others hear nothing."""
+        self.pull(number)
+        found = subprocess.run(["ip", "netns", "pids", self.name(number)], capture_output=True, text=True, check=True)
+        for process in found.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
 
     def results(self, folder: Path, seconds: float, ranks: list[int] | None = None) -> list[Any]:
         """What these ranks have returned within a time."""

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,13 @@ def leave_by_exit(code: int | None) -> None:
     sys.exit(code)
 
 
+def exchange_with_a_returned_host() -> list[str]:
+    """Rank 1 has been started once, by an agent that has just joined; rank 0 for the fourth time."""
+    changes = {"TORCHELASTIC_RESTART_COUNT": "0" if rank() else "3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with mock.patch.dict(os.environ, changes):
+        return ranks.exchange("returned", f"text of {rank()}", timeout_s=5.0)
+
+
 def ranks_and_order(folder: Path) -> dict[str, Any]:
     """Everything of `trainstack.ranks`, before and after there is a group."""
     said: dict[str, Any] = {"before": only_main("before")}
@@ -131,6 +139,7 @@ def ranks_and_order(folder: Path) -> dict[str, Any]:
     with ts.main_process_first() as first:  # and it works again afterwards
         said["first"] = first
     said["exchange"] = ranks.exchange("test", f"text of {rank()}")
+    said["exchange of a returned host"] = exchange_with_a_returned_host()
     said["place"] = ts.process_info_of_group()
     talk()
     ts.print_once("once in the world")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainstack as ts
+from trainstack.backends.fsdp import whole
 
 FEATURES, CLASSES = 6, 3
 REPRODUCIBLE = ts.DifferentialPrivacyArguments(
@@ -139,5 +140,5 @@ def train(module: ts.ModuleInterface, directory: Any, **changes: Any) -> ts.Trai
 
 
 def weights(module: nn.Module) -> Tensor:
-    """All weights of `module` as one float64 vector."""
-    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+    """All weights of `module` as one float64 vector. Where they are sharded, all ranks call it together."""
+    return torch.cat([whole(p.detach()).double().flatten() for p in module.parameters()])

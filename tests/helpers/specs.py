@@ -12,17 +12,17 @@ import trainstack as ts
 NEEDS_APEX = "needs NVIDIA apex and a GPU (tests/backends/test_apex.py runs this with apex's own code, under a shim)"
 
 
-def stacks_that_run_here(*, private: bool = True) -> list[Any]:
+def stacks_that_run_here(*, trainer: bool = True) -> list[Any]:
     """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors answer as CUDA's.
 
-    Without `private`, none that clips, draws and releases by itself.
+    Without `trainer`, none that draws records or shards the module before optimizers exist.
     """
     under_shim = torch.empty(0).is_cuda
     skip = pytest.mark.skip(reason=NEEDS_APEX)
     return [
         spec if under_shim or not spec.endswith("amp-apex") else pytest.param(spec, marks=skip)
         for spec in ts.legal_specs()
-        if private or "dp" not in spec.split("-")
+        if trainer or not {"dp", "fsdp"} & set(spec.split("-"))
     ]
 
 
@@ -40,5 +40,5 @@ def stacks_with_public_calls() -> list[Any]:
 every_stack = pytest.mark.parametrize("spec", stacks_that_run_here())
 every_stack_and_switch = pytest.mark.parametrize("spec", stacks_that_run_here() + stacks_with_public_calls())
 """With fast paths, and with public calls only."""
-every_stack_without_a_trainer = pytest.mark.parametrize("spec", stacks_that_run_here(private=False))
-"""Those that may be driven by `train_dl`; private training draws its records itself and needs a `Trainer`."""
+every_stack_without_a_trainer = pytest.mark.parametrize("spec", stacks_that_run_here(trainer=False))
+"""Those that may be driven by `train_dl` with optimizers that exist: private training and `fsdp` need a `Trainer`."""

@@ -495,6 +495,7 @@ def test_what_depends_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "rank 0, which went first, raised OSError: no space left. Rank 1 stops, too." in other["main raises"]
     assert (main["rank 1 raises"], other["rank 1 raises"]) == (None, "OSError: no space left")
     assert main["exchange"] == other["exchange"] == ["text of 0", "text of 1"]
+    assert main["exchange of a returned host"] == other["exchange of a returned host"] == ["text of 0", "text of 1"]
     assert (other["place"].launcher, other["place"].local_rank, other["place"].local_size) == ("group", 1, 2)
     printed = capfd.readouterr().out
     assert "out of 0" in printed

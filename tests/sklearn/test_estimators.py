@@ -25,7 +25,7 @@ LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_by", [TrainstackClassifier, TrainstackRegressor])
+@pytest.mark.parametrize("made_by", [TrainstackClassifier, pytest.param(TrainstackRegressor, marks=pytest.mark.long)])
 def test_the_checks_of_sklearn_pass(made_by: Any) -> None:
     """None is exempt. The check of array API input is skipped by scikit-learn itself, unless a variable asks for it."""
     results = check_estimator(made_by(), on_skip=None)
@@ -70,3 +70,9 @@ def test_mistakes_are_refused() -> None:
         TrainstackClassifier(lambda features, classes: "network").fit(X, LABELS)
     with pytest.raises(ConfigurationError, match="Write epochs"):
         TrainstackClassifier(trainer_args={"max_epochs": 3}).fit(X, LABELS)
+    with pytest.raises(ConfigurationError, match=r"maps 2 rows to outputs of shape \(2,\), and \(2, 1\) is needed"):
+        TrainstackRegressor(lambda features, _: nn.Sequential(nn.Linear(features, 1), nn.Flatten(0))).fit(X, X[:, 0])
+    with pytest.raises(ConfigurationError, match="Let its last layer have 2 outputs"):
+        TrainstackClassifier(lambda features, _: nn.Linear(features, 5)).fit(X, LABELS)
+    with pytest.raises(ValueError, match="beyond float64"):
+        TrainstackRegressor().fit(X, X[:, 0] * 1e200)

@@ -25,13 +25,15 @@ from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import Contender, find_contenders
 from tools.bench.measure import Outcome, measure, run_once, same_bits
 from tools.bench.profile import PARTS, Clock, profile, table
+from tools.bench.record import VARIANTS
 from tools.bench.task import Task
 from tools.bench.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 
-BOUNDS = {"W1": 0.65, "W1-ready": 0.78, "W4-ready": 0.88, "W5": 0.27, "W5-ready": 1.0}
-"""About 12 % over what is measured: a step that costs 20 % more does not pass."""
+BOUNDS = {"W1": 0.72, "W1-ready": 0.87, "W4-ready": 0.9, "W5": 0.285, "W5-ready": 0.95}
+"""About 10 % over 0.65, 0.79, 0.82, 0.26 and 0.85, as measured on a quiet machine: a step that costs 20 % more does not
+pass. The ratios depend on the processor; on another one W1 was 0.58."""
 
 BLOCK = 50
 """Global steps from one log point to the next. Each place among them has its least cost, of all blocks of all rounds: a
@@ -168,6 +170,13 @@ def test_the_command_prints_a_table_and_keeps_the_figures(tmp_path: Path, capsys
     assert "trainstack_default" not in figures
 
 
+def test_recording_and_running_twice_change_no_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", "--workload", "W1-ready", "--rounds", "1", "--steps", "20"]) == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[1:] == list(VARIANTS)
+
+
+@pytest.mark.long
 def test_a_profile_accounts_for_the_whole_of_a_run_on_both_sides() -> None:
     def share_of_the_loop() -> float:
         with warnings.catch_warnings():
@@ -201,6 +210,7 @@ def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it(
     assert 100 < processes._measure("memory", "raw") < mine
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
 def test_memory_that_was_freed_is_not_made_anew_while_something_is_measured() -> None:
     code = (

@@ -23,7 +23,7 @@ BOUND = 2.5
 
 
 @slow
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [m if m == "mlp" else pytest.param(m, marks=pytest.mark.long) for m in MODELS])
 def test_the_fastest_mode_keeps_its_bound_and_beats_opacus_hooks(model: str, tmp_path: Path) -> None:
     data = dataset(model)
 

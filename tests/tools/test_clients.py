@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -18,6 +19,25 @@ SCRIPTS = {
     "marked": f"{clients.MARK}not there yet\nraise SystemExit(1)\n",
     "mended": f"{clients.MARK}not there yet\n",
 }
+
+# What torchvision does when it is imported, without its compiled operators.
+TORCHVISION = {
+    "__init__": "from . import extension, _meta_registrations",
+    "extension": "def _has_ops(): return False\ndef _assert_has_ops(): raise RuntimeError",
+    "_meta_registrations": "import torch\ntorch.library.register_fake('torchvision::nms')(lambda *given: given[1])\n"
+    "torch.library.register_fake('torchvision::qnms')(lambda *given: given[1])",
+}
+DETECTION = """
+import torch, torchvision
+torchvision.extension._assert_has_ops()
+boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [2, 0, 6, 4], [0, 1, 4, 6]])  # 0 overlaps by 0.8, 0.33 and 0.5
+scores = torch.tensor([0.9, 0.8, 0.7, 0.6])
+for threshold, kept in {0.3: [0], 0.4: [0, 2], 0.6: [0, 2, 3], 0.9: [0, 1, 2, 3]}.items():
+    assert torch.ops.torchvision.nms(boxes, scores, threshold).tolist() == kept, threshold
+order = torch.tensor([3, 1, 0, 2])
+assert torch.ops.torchvision.nms(boxes[order], scores[order], 0.4).tolist() == [2, 3]
+assert torch.ops.torchvision.nms(boxes[:0], scores[:0], 0.4).tolist() == []
+"""
 
 
 @pytest.fixture
@@ -68,6 +88,27 @@ def test_each_script_is_run_once_and_judged_by_its_mark(
     assert "3 scripts: 1 expected to fail, 1 passed, 1 FAILED" in printed or "1 passed" in printed
 
 
+@pytest.mark.processes
+def test_nms_is_added_where_torchvision_does_not_load(
+    area: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = area.parents[2] / "packages"
+    for name, source in {f"torchvision/{name}.py": source for name, source in TORCHVISION.items()}.items():
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).write_text(source, encoding="utf-8")
+    (packages / "torchvision-0.1.dist-info").mkdir()
+    (packages / "torchvision-0.1.dist-info" / "METADATA").write_text("Name: torchvision\nVersion: 0.1\n")
+    (area / "detects.py").write_text(f"import sys\nsys.path.insert(0, {str(packages)!r})\n{DETECTION}")
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    probe = clients.added_operators.__wrapped__
+    monkeypatch.setattr(clients, "added_operators", functools.cache(probe))
+    assert run(monkeypatch, "--only", "detects") == 0, capsys.readouterr().out
+    assert "\ntorchvision 0.1 beside torch 2." in capsys.readouterr().out
+
+    (packages / "torchvision" / "_meta_registrations.py").write_text("", encoding="utf-8")
+    assert probe(sys.executable) == ""
+
+
 def test_each_script_names_its_client_and_has_an_assertion() -> None:
     scripts = clients.scripts()
     assert len(scripts) >= 60
@@ -79,11 +120,12 @@ def test_each_script_names_its_client_and_has_an_assertion() -> None:
 
 def test_the_page_names_each_script_with_its_result() -> None:
     page = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text(encoding="utf-8")
-    by_name = {clients.name_of(script): script for script in clients.scripts() if script.parent.name != "trackers"}
+    by_name = {clients.name_of(script): script for script in clients.scripts()}
     named = {}
     for line in page.splitlines():
         for name in re.findall(r"`([a-z]+/[a-z0-9_]+)`", line):
             named[name] = "not yet" if "| not yet" in line else "works"
     assert sorted(named) == sorted(by_name)
+    assert f"run of the {len(by_name)} scripts" in page
     marked = {name: clients.expected_failure(script) is not None for name, script in by_name.items()}
     assert {name for name, result in named.items() if result == "not yet"} == {name for name in marked if marked[name]}

@@ -228,10 +228,21 @@ def battery() -> RankBattery:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("part", range(RANK_PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, RANK_PARTS))])
 def test_random_trainings_on_several_ranks_equal_one_process(part: int, size: int, battery: RankBattery) -> None:
     differ = []
     for chosen in islice(chosen_cases(SEED, size), part * EACH_ON_RANKS, (part + 1) * EACH_ON_RANKS):
+        found = battery.run(chosen)
+        if found:
+            differ.append("\n".join([chosen.case().describe(), *found[:3]]))
+    assert not differ, "\n\n".join(differ[:3])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", [SEED, *(pytest.param(SEED + part, marks=pytest.mark.long) for part in range(1, 20))])
+def test_random_trainings_under_fsdp_equal_one_process(seed: int, battery: RankBattery) -> None:
+    differ = []
+    for chosen in islice(chosen_cases(seed, 2, backend="fsdp"), 6 if seed == SEED else 30):
         found = battery.run(chosen)
         if found:
             differ.append("\n".join([chosen.case().describe(), *found[:3]]))

@@ -49,6 +49,7 @@ def build(folder: Path, *, home: str = "", module: str = MODULE, pages: tuple[st
     for name in pages:
         (docs / name).write_text("# Another\n", encoding="utf-8")
     config = f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav:\n  - index.md\n  - page.md\n"
+    (folder / "tools").symlink_to(ROOT / "tools")  # the theme's overrides
     (folder / "mkdocs.yml").write_text(config, encoding="utf-8")
     found = re.search(r"^\t\$\(BIN\)/mkdocs (build .*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert found is not None, "make docs builds in another way: change this test"

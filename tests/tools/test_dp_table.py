@@ -68,7 +68,7 @@ def test_the_numbers_of_the_rows_give_the_published_epsilons() -> None:
         assert 0.8 < epsilon_of(releases, DELTA, "rdp") / row.published_epsilon < 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_trains_each_row_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHORT, "--output-dir", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     with mock.patch("sys.argv", words):

@@ -172,6 +172,17 @@ def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path
     with pytest.raises(ts.ConfigurationError, match=r"'accuracy', which never came. Recorded: .*score.*val/loss"):
         trained(tmp_path, Scored(1.0), cb.EarlyStopping("accuracy"))
 
+    class Logs(Classifier):
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.log("val/right/accuracy", 1.0)
+            return super().val_step(global_step, batch, device)
+
+    told = r"never came. Did you mean 'val/right/accuracy'\? Recorded: .* self.log\('accuracy', value\) in val_step"
+    with pytest.raises(ts.ConfigurationError, match=told):
+        trained(tmp_path / "logs", Logs(numbers(24), validate=True), cb.EarlyStopping("accuracy"))
+    with pytest.raises(ts.ConfigurationError, match="Write monitor='val/right/accuracy'"):
+        trained(tmp_path / "args", Logs(numbers(24), validate=True), monitor="right/accuracy", sanity_val_steps=1)
+
 
 def test_without_validation_data_epochs_are_judged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stopping = cb.EarlyStopping("train/loss_epoch", patience=2, min_delta=100.0)
@@ -558,6 +569,6 @@ def test_sync_batch_norm_is_refused_where_it_cannot_work_and_does_nothing_alone(
 
     plan = SimpleNamespace(last_step_samples=5, global_batch=8)
     for device, message in (("cpu", "accelerators only"), ("cuda", "drop_last=True")):
-        two: Any = SimpleNamespace(world=SimpleNamespace(size=2), device=torch.device(device), plan=plan)
+        two: Any = SimpleNamespace(world=SimpleNamespace(size=2), device=torch.device(device), plan=plan, module=model)
         with pytest.raises(ts.ConfigurationError, match=message):
             cb.SyncBatchNorm().on_ready(two)

@@ -10,7 +10,7 @@ import pytest
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments
 from trainstack.trainer.events.event import FOREIGN_METHODS
-from trainstack.trainer.module_checks import _TRAINER_METHODS
+from trainstack.trainer.module_checks import _TRAINER_METHODS, _TRAINER_VALUES
 
 
 @pytest.mark.spec("PA-30", "PA-32", "PA-28")
@@ -20,6 +20,13 @@ def test_a_trainer_with_methods_of_another_library_is_refused(method: str, tmp_p
     with pytest.raises(
         ts.ConfigurationError, match=f"Mine defines {method}, which no trainer calls: for {method} write"
     ):
+        kind(Classifier(), arguments(tmp_path))
+
+
+@pytest.mark.parametrize("name", _TRAINER_VALUES)
+def test_an_overridden_value_that_no_run_reads_is_refused(name: str, tmp_path: Path) -> None:
+    kind = type("Mine", (ts.Trainer,), {name: property(lambda self: 3)})
+    with pytest.raises(ts.ConfigurationError, match=f"Mine defines {name}, which no trainer calls: for {name} write"):
         kind(Classifier(), arguments(tmp_path))
 
 

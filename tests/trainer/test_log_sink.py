@@ -145,7 +145,7 @@ class TestWhereValuesGo:
     def test_a_sanity_check_is_forgotten(self, tmp_path: Path) -> None:
         trainer = ts.Trainer(Logs(), arguments(tmp_path, sanity_val_steps=1))
         trainer.train()
-        assert trainer.history.arrays("in_val_step")[0].tolist() == [2] * 16
+        assert trainer.history.arrays("in_val_step")[0].tolist() == [2]
 
     @pytest.mark.parametrize("backend", ["sp", "sp-dp"])
     def test_trials_of_a_layer_are_forgotten(self, backend: str, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ class TestWhereValuesGo:
 
         recorded = len(second.history.get_metric_values("in_val_step"))
         first.validate(log=True)
-        assert first.history.arrays("in_val_step")[0].tolist() == [2] * 32
+        assert first.history.arrays("in_val_step")[0].tolist() == [2, 2]
         assert len(second.history.get_metric_values("in_val_step")) == recorded
         module.log("afterwards", 1.0)
         assert second.history.get_metric_names() - first.history.get_metric_names() == {"afterwards"}

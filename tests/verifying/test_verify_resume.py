@@ -29,6 +29,7 @@ from tests.helpers.forgetful import (
 )
 from tests.helpers.modules import REPRODUCIBLE, arguments
 from tests.helpers.patience import patience
+from tests.helpers.sharded_meta import meta_with_callbacks
 from tools.kills.__main__ import preloaded, run
 from trainstack.verifying import trials, verify
 from trainstack.verifying.changes import break_restore, limit_workers
@@ -150,6 +151,19 @@ def test_a_factory_may_give_callbacks_whose_state_is_compared(verified: Any) -> 
 
     assert not report.same
     assert report.divergence.difference.startswith("callback_states")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["streamed", "sharded"])
+def test_a_sharded_training_on_two_processes_ends_with_the_bits_of_an_unbroken_one(verified: Any, way: str) -> None:
+    """The second way has a module on the meta device, an average and a frozen layer, and saves in the background."""
+    sharded = way == "sharded"
+    saving = dataclasses.replace(SAVING, sharded=sharded, async_save=sharded)
+    report = verified(meta_with_callbacks if sharded else Remembers, backend="fsdp", checkpointer_args=saving)
+
+    assert report.nproc == 2
+    assert report.counting == 1
+    assert report.same
 
 
 STEPS, PER_EPOCH = 40, 10

@@ -1,7 +1,11 @@
 """`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
 
 `python -m tools.bench profile` says where the microseconds of a step go, `python -m tools.bench private` measures
-private training, and `python -m tools.bench audit` what the privacy audit sees of training that is broken on purpose.
+private training, `python -m tools.bench order` the order of data sets of up to 1e12 samples, `python -m tools.bench
+sharded` sharded checkpoints, `python -m tools.bench sharding-memory` the memory of processes that share a model, and
+`python -m tools.bench load-memory` that of saving and loading. `python -m tools.bench record` measures the step log and
+`verify_replay`. `python -m tools.bench audit` says what the privacy
+audit sees of training that is broken on purpose.
 """
 
 from __future__ import annotations
@@ -41,6 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tools.bench.profile import main as profile
 
         return profile(argv[1:])
+    if argv[:1] == ["order"]:
+        from tools.bench.order import main as order
+
+        return order(argv[1:])
+    if argv[:1] == ["sharding-memory"]:
+        from tools.bench.sharding_memory import main as sharding_memory
+
+        return sharding_memory(argv[1:])
+    if argv[:1] == ["load-memory"]:
+        from tools.bench.load_memory import main as load_memory
+
+        return load_memory(argv[1:])
+    if argv[:1] == ["record"]:
+        from tools.bench.record import main as record
+
+        return record(argv[1:])
+    if argv[:1] == ["sharded"]:
+        from tools.bench.sharded import main as sharded
+
+        return sharded(argv[1:])
     if argv[:1] == ["audit"]:
         from tools.broken_privacy import main as audit
 

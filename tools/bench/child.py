@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
+from tools.bench import fsdp_rank
 from tools.bench.allocator import keep_freed_memory
 from tools.bench.contender import Run
 from tools.bench.task import Task
@@ -25,19 +27,27 @@ from tools.bench.workloads import SEED, WORKLOADS
 
 
 def main(what: str, contender: str) -> None:
-    """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 as one of the processes of a world.
+    """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 and `fsdp` on W3 as one process of a world.
 
-    `ddp` prints CPU seconds of the training and a sum over the final weights, `memory` the peak in MB; `startup` is
-    measured from outside.
+    The last two print CPU seconds of the training and a sum over the final weights, `memory` the peak in MB; `startup`
+    is measured from outside.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(SEED)
-        if what == "ddp":
+        if what in ("ddp", "fsdp"):
             keep_freed_memory()
-            run = _ddp(contender, WORKLOADS["W2"]().cut(60), Path(folder))
-            began = time.process_time()
-            result = run()
+            size = int(os.environ["WORLD_SIZE"])
+            if what == "ddp":
+                run = _ddp(contender, WORKLOADS["W2"]().cut(60), Path(folder))
+            else:
+                task = WORKLOADS["W3"]()
+                task = replace(task, inputs=task.inputs.repeat(5, 1), targets=task.targets.repeat(5))
+                run = fsdp_rank.prepare(contender, task, Path(folder), size)
+            with fsdp_rank.count_collectives() as counts:
+                began = time.process_time()
+                result = run()
+            print(counts[fsdp_rank.GATHER], counts[fsdp_rank.SCATTER], end=" ")
             print(time.process_time() - began, sum(tensor.double().sum().item() for tensor in result))
             return
         task = WORKLOADS["W1"]().cut(1) if what == "startup" else WORKLOADS["W3"]()
@@ -56,8 +66,6 @@ def _peak() -> float:
 def _ddp(contender: str, task: Task, folder: Path) -> Run:
     size = int(os.environ["WORLD_SIZE"])
     if contender != "raw":
-        from dataclasses import replace
-
         from tools.bench.library import TaskModule, prepare_library
 
         batches = _Batches(task)

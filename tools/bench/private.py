@@ -20,10 +20,9 @@ from unittest import mock
 
 import torch
 
-from tools.bench.allocator import keep_freed_memory
+from tools.bench.allocator import forget_peak, keep_freed_memory
 from tools.bench.private_contenders import GRADIENTS, MODELS, STEPS, dataset, prepared
 from tools.bench.report import versions
-from trainstack.backends.dp.epsilon import import_opacus
 
 GOALS = {"mlp": 1.6, "cnn": 1.25, "transformer": 1.4}
 """CPU time of a private step over a plain one, at 256 records."""
@@ -133,12 +132,13 @@ def peak(kind: str, model: str, name: str, batch: int) -> float:
 
 def _own_peak(kind: str, model: str, name: str, batch: int) -> float:
     data = dataset(model)
-    import_opacus("opacus.optimizers", "the benchmark")
-    importlib.import_module("trainstack.backends.dp.setup")  # imports are not what is measured
-    before = _status("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
-        prepared(kind, name, model, batch, data, Path(folder))
-    return _status("VmHWM") - before
+        prepared(kind, name, model, 2, data, Path(folder, "first"))  # imports, which are not measured
+        gc.collect()
+        forget_peak()
+        before = _status("VmRSS")
+        prepared(kind, name, model, batch, data, Path(folder, "measured"))
+        return _status("VmHWM") - before
 
 
 def _status(field: str) -> float:

@@ -9,12 +9,18 @@ import sys
 from collections.abc import Callable
 from statistics import median
 
-WHOLE = ("startup", "memory", "ddp")
+WHOLE = ("startup", "memory", "ddp", "fsdp")
 CONTENDERS = ("raw", "null", "trainstack_lean", "trainstack_default")
+STEPS = 50
+"""Of the workload `fsdp`."""
 TITLES = {
     "startup": ("a new process to the end of its first training step of W1, imports included", "CPU s"),
     "memory": ("peak resident memory of a process that trains on W3", "MB"),
     "ddp": ("W2 over 2 gloo processes, 60 batches, nothing clipped; both together", "CPU s"),
+    "fsdp": (
+        f"W3 sharded over 2 gloo processes, {STEPS} steps, nothing clipped; both together",
+        "CPU s",
+    ),
 }
 
 
@@ -22,7 +28,8 @@ def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lamb
     """A table of `what`, one of `WHOLE`: contenders interleaved over rounds, ratios within a round.
 
     Raises:
-        RuntimeError: a process failed, or, with `ddp`, weights differ from those of the hand-written loop.
+        RuntimeError: a process failed; with `ddp` and `fsdp`, weights differ from those of the hand-written loop; or,
+            with `fsdp`, there are more collectives a step than in that loop.
     """
     values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for number in range(rounds + 1):
@@ -41,12 +48,24 @@ def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lamb
     for name, mine in values.items():
         ratios = [a / b for a, b in zip(mine, values["raw"], strict=True)]
         lines.append(f"| {name} | {median(mine):.3f} | {median(ratios):.3f} | {min(ratios):.2f} - {max(ratios):.2f} |")
+    if what == "fsdp":
+        lines += ["", *_compare_collectives(what)]
     return "\n".join(lines)
 
 
+def _compare_collectives(what: str) -> list[str]:
+    """A line for each contender; refuses one with more a step than the hand-written loop."""
+    raw, lines = _collectives[what, "raw"], []
+    for (_, name), counts in _collectives.items():
+        lines.append(f"{name}: {counts[0]} all-gathers and {counts[1]} reduce-scatters a rank")
+        if any(mine // STEPS > theirs // STEPS for mine, theirs in zip(counts, raw, strict=True)):
+            raise RuntimeError(f"{lines[-1]}, and the hand-written loop has {raw}")
+    return lines
+
+
 def _measure(what: str, contender: str) -> float:
-    if what == "ddp":
-        return _ddp(contender)
+    if what in ("ddp", "fsdp"):
+        return _world(what, contender)
     child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", what, contender], stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
@@ -58,10 +77,13 @@ def _measure(what: str, contender: str) -> float:
     return float(said.split()[-1]) if what == "memory" else usage.ru_utime + usage.ru_stime
 
 
-_sums: dict[str, str] = {}
+_sums: dict[str, list[str]] = {}
+"""By workload, the sum over the final weights of each rank in the first run."""
+_collectives: dict[tuple[str, str], list[int]] = {}
+"""By workload and contender, all-gathers and reduce-scatters of a rank, of the rank with the most."""
 
 
-def _ddp(contender: str, size: int = 2) -> float:
+def _world(what: str, contender: str, size: int = 2) -> float:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -73,17 +95,18 @@ def _ddp(contender: str, size: int = 2) -> float:
     }
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tools.bench.child", "ddp", contender],
+            [sys.executable, "-m", "tools.bench.child", what, contender],
             env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
         for rank in range(size)
     ]
-    said = [child.communicate(timeout=300)[0].split()[-2:] for child in children]
+    said = [child.communicate(timeout=300)[0].split()[-4:] for child in children]
     if any(child.returncode for child in children):
-        raise RuntimeError(f"{contender} failed in ddp")
-    weights = {total for _, total in said} | {_sums.setdefault("ddp", said[0][1])}
-    if len(weights) > 1:
-        raise RuntimeError(f"{contender} ended with other weights: sums of {sorted(weights)}")
-    return sum(float(seconds) for seconds, _ in said)
+        raise RuntimeError(f"{contender} failed in {what}")
+    sums, counts = [words[3] for words in said], [[int(word) for word in words[:2]] for words in said]
+    if sums != _sums.setdefault(what, sums) or (what == "ddp" and len(set(sums)) > 1):
+        raise RuntimeError(f"{contender} ended with other weights: sums of {sums} beside {_sums[what]}")
+    _collectives[what, contender] = [max(one) for one in zip(*counts, strict=True)]
+    return sum(float(words[2]) for words in said)

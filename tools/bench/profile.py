@@ -113,9 +113,9 @@ def in_trainstack(task: Task, clock: Clock, folder: Path) -> None:
             ("step", "optimizer"),
         ):
             setattr(run.stack, verb, clock.timed(part, getattr(run.stack, verb)))
-        run._on_due = clock.timed("log points", run._on_due)
+        run.due.attend = clock.timed("log points", run.due.attend)
         train = clock.timed("the loop", run._train_steps)
-        run._train_steps = lambda windows, *rest: train(clock.fetched(windows), *rest)
+        run._train_steps = lambda windows: train(clock.fetched(windows))
         trainer.train()
     clock.enter("once a run")
 

@@ -10,6 +10,9 @@ Each script runs in a process and a folder of its own, with a time limit. A resu
 as soon as it is there. A script that has passed is not run again until its text or the library changes. A script
 with a line `# expected to fail: reason` has to fail; one that passes nevertheless is an error. The exit status is 1
 if a result is not as expected.
+
+torchvision's wheel for CUDA does not load its compiled operators beside torch for the CPU. In such an environment the
+scripts get `nms` in Python from the folder operators/, and a line below the table says so.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -32,20 +36,47 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).resolve().parent
 WORK = ROOT / "build" / "clients"
 LIMIT_S = 600.0
+OPERATORS = SCRIPTS / "operators"
 MARK = "# expected to fail: "
 
 # The folders whose packages conflict with those of the others; all other folders share "main".
 ENVIRONMENTS = {"streaming": "streaming", "trackers": "trackers"}
-PINS = {
-    "main": SCRIPTS / "main.txt",
-    "streaming": SCRIPTS / "streaming.txt",
-    "trackers": SCRIPTS / "trackers" / "constraints.txt",
-}
-# What a script of another folder than "main" takes for granted is no client.
+PINS = {name: SCRIPTS / f"{name}.txt" for name in ("main", "streaming", "trackers")}
+# What scripts take for granted is no client.
 COMMON = {"torch", "numpy", "trainstack", "tools"}
-VERSION = (
-    "import sys; from importlib.metadata import *; n = packages_distributions()[sys.argv[1]][0]; print(n, version(n))"
-)
+# The tracker's package, by the script's name: its import is the writer's, or comes after that of others.
+TRACKERS = {
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "comet": "comet_ml",
+    "clearml": "clearml",
+    "aim": "aim",
+    "dvclive": "dvclive",
+    "prometheus": "prometheus_client",
+    "notebook": "nbclient",
+}
+# Prints a package's distribution; of several, such as mlflow and mlflow-skinny, that with the shortest name.
+VERSION = """
+import sys
+from importlib.metadata import packages_distributions, version
+name = min(packages_distributions()[sys.argv[1]], key=len)
+print(name, version(name))
+"""
+
+# Prints the versions if torchvision is installed and lacks its operators.
+PROBE = """
+from importlib.metadata import version
+from importlib.util import find_spec
+if find_spec("torchvision"):
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error):
+            raise
+        print("torchvision", version("torchvision"), "beside torch", version("torch"))
+"""
 
 Row = dict[str, str | float]
 
@@ -53,7 +84,8 @@ Row = dict[str, str | float]
 def scripts() -> list[Path]:
     """The scripts, in the order of their folders and names."""
     found = SCRIPTS.glob("*/*.py")
-    return sorted(path for path in found if not path.stem.startswith("_") and path.stem != "common")
+    others = {"__init__", "common", "sitecustomize"}
+    return sorted(path for path in found if path.stem not in others)
 
 
 def name_of(script: Path) -> str:
@@ -64,8 +96,7 @@ def name_of(script: Path) -> str:
 def package_of(script: Path) -> str | None:
     """The client's package: the first import that is neither the standard library's nor common to all scripts."""
     if script.stem.startswith("use_"):
-        listed = ast.literal_eval(_constant(SCRIPTS / "trackers" / "__main__.py", "PACKAGES"))
-        return str(listed[script.stem.removeprefix("use_")])
+        return TRACKERS[script.stem.removeprefix("use_")]
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
@@ -73,13 +104,6 @@ def package_of(script: Path) -> str | None:
             if name not in COMMON | sys.stdlib_module_names:
                 return name
     return None
-
-
-def _constant(file: Path, name: str) -> ast.expr:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
-            return node.value
-    raise LookupError(f"{file} assigns no {name}")
 
 
 def expected_failure(script: Path) -> str | None:
@@ -97,18 +121,30 @@ def interpreter(environment: str, given: dict[str, str]) -> str:
     if not stamp.exists() or stamp.read_bytes() != pins.read_bytes():
         print(f"[setup] {environment}: installing {pins.relative_to(ROOT)} (minutes)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
         subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "torch"], check=True)
         subprocess.run([*pip, "--requirement", str(pins), "--editable", str(ROOT)], check=True)
         stamp.write_bytes(pins.read_bytes())
     return str(python)
 
 
+@functools.cache
+def added_operators(python: str) -> str:
+    """What the runner adds to the scripts of an interpreter, and why; empty where torchvision loads or is absent."""
+    probed = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    if not probed.stdout:
+        return ""
+    return (
+        f"{probed.stdout.strip()} does not load its compiled operators: nms is that of tools/clients/{OPERATORS.name}/"
+    )
+
+
 def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
     """Run one script in a folder that is deleted afterwards; gives the result and the end of its output."""
+    paths = [OPERATORS, ROOT, ROOT / "src"] if added_operators(python) else [ROOT, ROOT / "src"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "HOME": folder,  # nothing is read from or left in the user's caches
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -156,7 +192,7 @@ def client_of(script: Path, python: str) -> str:
 def digest(script: Path) -> str:
     """Of all that a result depends on: the script, the files beside it that it may import, the pins, the library."""
     environment = ENVIRONMENTS.get(script.parent.name, "main")
-    files = [script, *sorted(script.parent.glob("common.py")), PINS[environment]]
+    files = [script, *sorted(script.parent.glob("common.py")), *sorted(OPERATORS.glob("*.py")), PINS[environment]]
     files += sorted((ROOT / "src").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.exists())).hexdigest()[:16]
 
@@ -168,6 +204,8 @@ def table(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         note = f": {row['note']}" if row["result"] == "expected to fail" else ""
         yield f"| {row['name']} | {row['client']} | {row['result']}{note} | {row['seconds']:.0f} |"
+    for said in sorted({str(row["added"]) for row in rows if row.get("added")}):
+        yield f"\n{said}"
 
 
 def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespace) -> list[Row]:
@@ -182,7 +220,7 @@ def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespac
             result, note = judged(*run(script, python, options.limit), expected_failure(script))
             seconds = time.monotonic() - began
             row = {"name": name, "client": client_of(script, python), "result": result, "seconds": seconds}
-            row |= {"note": note, "digest": seal}
+            row |= {"note": note, "digest": seal, "added": added_operators(python)}
             kept[name] = row
             (WORK / "results.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
             print(f"{name:<44} {result:<16} {row['client']:<28} {seconds:5.0f} s", flush=True)

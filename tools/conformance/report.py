@@ -14,13 +14,13 @@ from tools.conformance.case import all_cases
 HEAD = """\
 # Conformance
 
-Small deterministic tests that any trainer can be put through: what each demands stands below the table. A cell says
-pass, **wrong**, or n.a. where the trainer offers no such feature or leaves the matter to the user's own loop. Each
-trainer is driven in its own documented way, which the docstring of its file in `tools/conformance/adapters` names. A
-cell speaks of one small run on the CPU and of nothing else; a word on one that you think is unfair is welcome.
+This page shows the results of small deterministic tests for any trainer. The requirement of each test is below the
+table. A cell says pass, **wrong**, or n.a. if the trainer has no such feature or leaves it to the loop of the user.
+Each trainer runs in its documented way, which the docstring of its file in `tools/conformance/adapters` names. A cell
+is the result of one small run on the CPU. If you think that a cell is unfair, please open an issue.
 
-A suite that nobody can fail shows nothing: `adapters/naive.py`, a loop by hand with the usual mistakes, fails every
-case, and a test holds it to that. The tests also run trainstack's own column.
+`adapters/naive.py`, a loop by hand with the usual mistakes, fails every case, and a test checks this. The tests also
+run the column of trainstack.
 
 ```
 make conformance-peers                           # .venv-peers, with the other trainers at pinned releases
@@ -28,7 +28,7 @@ make conformance                                 # all of them: prints the table
 make conformance ARGS="--trainer trainstack"     # one column; --case torn for one row
 ```
 
-To add a trainer, write `adapters/NAME.py` with a class `Peer` (`adapter.py` says what it answers) and put its name on
+To add a trainer, write `adapters/NAME.py` with a class `Peer` (`adapter.py` lists its methods) and add its name to
 `TRAINERS`. To add a case, write a function with `@case` in a file of `cases/`, and a mistake for `naive` to make.
 """
 
@@ -64,9 +64,9 @@ def page(rows: Mapping[str, Row]) -> str:
     torches = sorted({row.versions["torch"] for row in rows.values()})
     system = f"Python {platform.python_version()}, {platform.system()}, CPU"
     made = f"`make conformance` wrote this page on {datetime.date.today().isoformat()}: {versions}; "
-    parts = [HEAD, f"{made}torch {', '.join(torches)}; {system}.\n", table(rows), "\n## What is demanded\n"]
+    parts = [HEAD, f"{made}torch {', '.join(torches)}; {system}.\n", table(rows), "\n## Requirements\n"]
     parts += [f"- **{case.title}** (`{case.id}`): {case.demand}" for case in all_cases()]
-    parts.append("\n## What was seen")
+    parts.append("\n## Results")
     for name, row in rows.items():
         told = [(case, row.cells[case.id]) for case in all_cases() if row.cells[case.id].status != "pass"]
         if told:

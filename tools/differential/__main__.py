@@ -5,6 +5,7 @@
     make differential ARGS="--only 'eval() in a hook' --cases 20"    those of one class
     make differential ARGS="--pending"               those that are known to differ, as documented
     make differential ARGS="--ranks 2 --cases 500"   trainings on two ranks under ddp, compared with sp to 1e-10
+    make differential ARGS="--ranks 2 --backend fsdp"    the same under fsdp
 
 A difference is printed with its training and with the command that repeats it. The exit status is 1 if there is one.
 """
@@ -106,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="cases of this class alone")
     parser.add_argument("--pending", action="store_true", help="cases of the classes that are known to differ")
     parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
-    parser.add_argument("--ranks", type=int, choices=SIZES, help="so many ranks train under ddp, compared with sp")
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="so many ranks train, compared with sp")
+    parser.add_argument("--backend", choices=("ddp", "fsdp"), default="ddp", help="of the ranks; ddp by default")
     parser.add_argument("--simplify", action="store_true", help="with --ranks: simplify what differs, which takes long")
     return parser
 

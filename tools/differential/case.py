@@ -110,9 +110,10 @@ class Case:
     """One training, in plain values. Fields that have their default are as in the simplest training.
 
     Attributes:
-        ranks: so many train it under `ddp`; 0 for `sp`.
+        ranks: so many train it under `rank_backend`; 0 for `sp`.
+        rank_backend: `ddp` or `fsdp`.
         additive: losses and weights are such that a step does not depend on how its batch is split.
-        options: of `DistributedDataParallel`.
+        options: of the layer `rank_backend`.
         sparse: the embedding has sparse gradients.
         reduction: "sum" for losses that are sums over samples.
         unlike_start: each rank begins with random numbers, and so with weights, of its own.
@@ -163,6 +164,7 @@ class Case:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     uncompared: tuple[str, ...] = ()
     ranks: int = 0
+    rank_backend: str = "ddp"
     additive: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     sparse: bool = False
@@ -463,9 +465,14 @@ def _possible_data(case: Case) -> dict[str, Any]:
     collate = case.collate
     if data in ("list of batches", "own loader", "recycling loader") or data.startswith("loader with"):
         collate = ""
-    if data == "dicts" and collate == "recycles":
+    if data in ("dicts", "several loaders") and collate == "recycles":
         collate = "own"
     samples = case.samples
+    arguments = {name: value for name, value in case.arguments.items() if name != "combine_loaders"}
+    if data == "several loaders":
+        samples = max(samples, case.batch)
+        modes = ("min", "max", "cycle")
+        arguments["combine_loaders"] = case.arguments.get("combine_loaders", modes[case.number % 3])
     if case.drop_last and data in INDEXED:
         samples = max(samples, 2 * case.batch)  # of which a subset has three quarters
     if case.drop_last and data not in INDEXED:
@@ -476,6 +483,7 @@ def _possible_data(case: Case) -> dict[str, Any]:
     indices = case.indices if data == "subset" else "list"
     workers = case.workers and data in ("map", "getitems")
     return {
+        "arguments": arguments,
         "data": data,
         "collate": collate,
         "samples": samples,

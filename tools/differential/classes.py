@@ -143,6 +143,8 @@ CLASSES: dict[str, Class] = {
         lambda case: case.data == "subset" and case.indices in ("int8", "int16", "uint8", "uint16", "uint32", "uint64"),
         lambda case: {"indices": "list"},
     ),
+    "batches of like lengths": _field("data", "length groups", usual="tensors"),
+    "a dict of loaders": _field("data", "several loaders", usual="tensors"),
     "channels last": _field("data", "channels last", usual="tensors"),
     "torch's table of functions that collate": _field("collate", "map"),
     "an overridden zero_grad": Class(

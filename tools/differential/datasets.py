@@ -26,6 +26,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tools.differential.networks import OUT
 from tools.differential.trace import Trace
+from trainstack import LengthGroupedSampler
 
 if TYPE_CHECKING:
     from tools.differential.case import Case
@@ -39,6 +40,8 @@ INDEXED = (
     "getitems",
     "list",
     "own getitem",
+    "length groups",
+    "several loaders",
 )
 """Data that the library orders."""
 LOADERS = (
@@ -186,12 +189,21 @@ class TrainingSet:
         self.case, self.trace = case, trace
         self.tensors = make_inputs(case, case.samples, seed=case.number + 1)
         self.dataset = self._dataset()
+        self.lengths = [1 + (7 * index * index + 3 * index) % 11 for index in range(len(self.dataset))]
         self._collate = _recycling() if case.collate == "recycles" else None
+
+    @property
+    def second(self) -> Any:
+        """The data of the second loader: two samples for each of the first, and fewer positions."""
+        x, y = self.tensors
+        count = 2 * max(self.case.samples // 2, self.case.batch)
+        rows = torch.arange(count) % len(x)
+        return TensorDataset(x[rows], 0.5 * y[rows])
 
     def _dataset(self) -> Any:
         case, tensors = self.case, self.tensors
         # Random numbers are those of a sample only where the library loads samples one by one.
-        share = 0.0 if case.additive and case.data not in ("map", "dicts") else 0.1
+        share = 0.0 if case.additive and case.data not in ("map", "dicts", "several loaders") else 0.1
         if case.data == "subset":
             rows = [index for index in range(case.samples) if index % 4]
             return Subset(TensorDataset(*tensors), INDEX_KINDS[case.indices](rows[::-1]))
@@ -203,7 +215,7 @@ class TrainingSet:
             return OwnGetItem(*tensors)
         if case.data == "getitems":
             return Fetches(tensors, self.trace, share=share)
-        if case.data in ("map", "dicts", "iterable data set", "batch sampler", "sampler"):
+        if case.data in ("map", "dicts", "iterable data set", "batch sampler", "sampler", "several loaders"):
             return Recorded(tensors, self.trace, dicts=case.data == "dicts", share=share)
         return TensorDataset(*tensors)
 
@@ -218,6 +230,12 @@ class TrainingSet:
         options: dict[str, Any] = {"collate_fn": self.collate} if case.collate in ("own", "recycles") else {}
         if case.data in INDEXED:
             order = sampler(dataset) if case.shuffle else SequentialSampler(dataset)
+            if case.data == "length groups":
+                order = LengthGroupedSampler(self.lengths)
+            if case.data == "several loaders":
+                options["drop_last"] = case.drop_last
+                first = DataLoader(dataset, batch_size, sampler=order, **options)
+                return {"first": first, "second": DataLoader(self.second, 2 * batch_size, shuffle=True, **options)}
             if case.workers:
                 options |= {"num_workers": 1, "worker_init_fn": prepare_worker}
             return DataLoader(dataset, batch_size, sampler=order, drop_last=case.drop_last, **options)

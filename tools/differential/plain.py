@@ -24,7 +24,7 @@ from tools.differential.case import Case
 from tools.differential.datasets import SCALE
 from tools.differential.optimizers import Scheduled
 from tools.differential.task import Gap, Task
-from trainstack.trainer.core.order import DataOrder
+from trainstack.trainer.core.order import DataOrder, mix
 from trainstack.trainer.core.random_state import IsolatedIterator, LoaderGenerators, seed_sample
 
 
@@ -217,15 +217,23 @@ class PlainLoop:
             self.log_every = max(1, math.ceil(Fraction(str(case.log_every)) * self.total))  # type: ignore[operator]
 
     def _order(self) -> DataOrder:
-        case = self.case
+        """The order of the samples, or of the positions in several loaders."""
+        case, data = self.case, self.task.data
+        grouped, several = case.data == "length groups", case.data == "several loaders"
         return DataOrder(
-            length=len(self.task.data.dataset),
+            length=self._positions() if several else len(data.dataset),
             global_batch=case.batch,
             micro_batch=case.micro_batch,
             seed=case.arguments.get("seed", 0),
-            shuffle=case.shuffle,
+            shuffle=(case.shuffle or grouped) and not several,
             drop_last=case.drop_last,
+            lengths=torch.tensor(data.lengths) if grouped else None,
         )
+
+    def _positions(self) -> int:
+        """In an epoch of two loaders, of which the second gives two samples at each position."""
+        counts = len(self.task.data.dataset), len(self.task.data.second) // 2
+        return min(counts) if self.case.arguments["combine_loaders"] == "min" else max(counts)
 
     def _ends_within_epoch(self) -> bool:
         if self.max_steps is None or self.step < self.max_steps or not self.steps_in_epoch:
@@ -290,6 +298,8 @@ class PlainLoop:
 
     def _fetch(self, loader: Any, rows: list[int]) -> Any:
         """The batch of `rows`, each sample under its own random numbers."""
+        if isinstance(loader, dict):
+            return self._fetch_several(loader, rows)
         seed, dataset = self.case.arguments.get("seed", 0), loader.dataset
         inner = dataset.dataset if isinstance(dataset, Subset) else dataset
         with own_random_numbers():
@@ -303,9 +313,38 @@ class PlainLoop:
                     samples.append(dataset[row])
             return loader.collate_fn(samples)
 
+    def _fetch_several(self, loaders: dict[str, Any], positions: list[int]) -> Any:
+        """A batch of each loader; a loader whose whole global batches have ended gives None, or begins anew."""
+        case, seed = self.case, self.case.arguments.get("seed", 0)
+        mode, samples = case.arguments["combine_loaders"], dict[str, list[Any]]()
+        with own_random_numbers():
+            for position in positions:
+                seed_sample(seed, self.epoch, position)
+                for place, (name, loader) in enumerate(loaders.items()):
+                    length, each = len(loader.dataset), place + 1
+                    whole = length // each
+                    ends = whole if whole >= self._positions() else whole - whole % case.batch
+                    if mode == "max" and position >= ends:
+                        continue
+                    for row in range(each * position, each * (position + 1)):
+                        again, at = divmod(row, length)
+                        own = mix(seed, place) if place else seed
+                        order = DataOrder(
+                            length=length,
+                            global_batch=each * case.batch,
+                            micro_batch=1,
+                            seed=mix(own, again) if again else own,
+                            shuffle=case.shuffle or place == 1,
+                        )
+                        index = int(order.permutation(self.epoch)[at])
+                        samples.setdefault(name, []).append(loader.dataset[index])
+            return {name: loaders[name].collate_fn(samples[name]) if name in samples else None for name in loaders}
+
     def _weigh(self, batch: Any) -> float:
         if self.case.weights:
             return float(self.task.batch_weight(batch))
+        if isinstance(batch, dict) and "first" in batch:  # by positions
+            return float(len(batch["second"][1]) / 2 if batch["first"] is None else len(batch["first"][1]))
         return float(len(batch["y"] if isinstance(batch, dict) else batch[1]))
 
     # --- training

@@ -1,4 +1,4 @@
-"""`draw_for_ranks` makes the random training with a given seed and number for several ranks under `ddp`.
+"""`draw_for_ranks` makes the random training with a given seed and number for several ranks under `ddp` or `fsdp`.
 
 Most of them have to equal the same training under `sp`. Of the others only the ranks are compared with each other:
 `depends_on_split` says why.
@@ -26,6 +26,8 @@ CHANGE_PARAMETERS = {
     *("add a layer", "remove a layer", "remove a layer from the module alone", "replace a parameter"),
     *("add a parameter outside the module", "freeze", "unfreeze"),
 }
+CHANGE_MEMBERS = CHANGE_PARAMETERS - {"freeze", "unfreeze"}
+REFUSED_BY_FSDP = ("scalar", "complex", "Rprop", "Adafactor", "Muon")
 CONTIGUOUS_BATCHES = ("list of batches", "batch sampler", "own loader", "recycling loader")
 
 DRAWS = {"dropout", "noise", "recomputed"}
@@ -63,11 +65,11 @@ def one_pass(case: Case) -> bool:
 
 def on_one_rank(case: Case) -> Case:
     """The same training under `sp`."""
-    return replace(case, ranks=0, options={}, unlike_start=False, poisoned=None)
+    return replace(case, ranks=0, rank_backend="ddp", options={}, unlike_start=False, poisoned=None)
 
 
-def draw_for_ranks(seed: int, number: int, size: int) -> Case:
-    """The case `number` of `seed` on `size` ranks."""
+def draw_for_ranks(seed: int, number: int, size: int, backend: str = "ddp") -> Case:
+    """The case `number` of `seed` on `size` ranks; the training is the same for each backend that can make it."""
     dice = Dice(seed, number, size, ROLE)
     case = draw(seed, number)
     case = replace(case, additive=True, double=True, workers=False, poison=case.poison if case.skip else ())
@@ -77,7 +79,28 @@ def draw_for_ranks(seed: int, number: int, size: int) -> Case:
     if not dice.chance(0.1):
         case = _without_reasons(case)
     case = replace(case, **_places(case))
-    return replace(consistent(case), ranks=size, options=_options(dice, case))
+    case = replace(consistent(case), ranks=size, rank_backend=backend, options=_options(dice, case))
+    return _sharded(case) if backend == "fsdp" else case
+
+
+def _sharded(case: Case) -> Case:
+    """The case without parts that `fsdp` refuses by name, which its own tests show."""
+    options = {name: on for name, on in case.options.items() if name == "find_unused_parameters"}
+    kept = tuple(name for name in case.extras if name not in REFUSED_BY_FSDP)
+    actions = tuple(one for one in case.actions if one.what not in CHANGE_MEMBERS)
+    optimizers = tuple("SGD" if name in REFUSED_BY_FSDP else name for name in case.optimizers)
+    memory = "" if case.loss_memory == "is a parameter" else case.loss_memory
+    return consistent(
+        replace(
+            case,
+            sparse=False,
+            extras=kept,
+            actions=actions,
+            optimizers=optimizers,
+            loss_memory=memory,
+            options=options,
+        )
+    )
 
 
 def _split(dice: Dice, case: Case, size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.differential.case import Case
-from tools.differential.classes import Class, acts, compared
+from tools.differential.classes import CLASSES, Class, acts, compared
 from tools.differential.datasets import batch_sizes
 from tools.differential.networks import PARTLY_USED
 from tools.differential.rank_cases import CHANGE_PARAMETERS, CONTIGUOUS_BATCHES
@@ -47,6 +47,7 @@ RANK_CLASSES: dict[str, Class] = {
     ),
     "parameters that are changed by hand": acts(*CHANGE_PARAMETERS),
     "a layer that is added": acts("add a layer"),
+    **{name: CLASSES[name] for name in ("batches of like lengths", "a dict of loaders")},
     "sparse gradients": Class(lambda case: case.sparse, lambda case: {"sparse": False}),
     "a loader that draws its order, on ranks with unlike generators": Class(
         lambda case: case.data in _DRAWING and case.unlike_start, lambda case: {"unlike_start": False}

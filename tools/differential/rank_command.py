@@ -18,13 +18,13 @@ MOST_NUMBERS = 5_000
 """So many numbers without a case of a class end the search for one."""
 
 
-def chosen_cases(seed: int, size: int, names: Sequence[str] = ()) -> Iterator[Chosen]:
+def chosen_cases(seed: int, size: int, names: Sequence[str] = (), backend: str = "ddp") -> Iterator[Chosen]:
     """The cases of `seed` in order; with `names` those of one of these classes, whether pending or not."""
     last = 0
     for number in count():
         if number - last > MOST_NUMBERS:
             return
-        chosen = Chosen(seed, number, size, tuple(names))
+        chosen = Chosen(seed, number, size, tuple(names), backend=backend)
         if not names or set(names) & set(rank_classes_of(chosen.case())):
             last = number
             yield chosen
@@ -38,9 +38,9 @@ def run_on_ranks(options: argparse.Namespace, seed: int, battery: RankBattery | 
         print(f"no class is called {', '.join(unknown)}. There are: {'; '.join(RANK_CLASSES)}.")
         return 2
     battery = battery or RankBattery()
-    cases = chosen_cases(seed, options.ranks, names)
+    cases = chosen_cases(seed, options.ranks, names, options.backend)
     if options.case is not None:
-        cases = iter([Chosen(seed, options.case, options.ranks, tuple(names))])
+        cases = iter([Chosen(seed, options.case, options.ranks, tuple(names), backend=options.backend)])
     began, ran, differ, unequal = time.monotonic(), 0, 0, Counter[str]()
     for chosen in islice(cases, options.cases):
         found = battery.run(chosen)
@@ -52,7 +52,7 @@ def run_on_ranks(options: argparse.Namespace, seed: int, battery: RankBattery | 
                 chosen = battery.shrink(chosen)
             print(_report(chosen, found, names), end="\n\n", flush=True)
     seconds = time.monotonic() - began
-    print(f"{ran} trainings on {options.ranks} ranks in {seconds:.0f} s, {differ} differ")
+    print(f"{ran} trainings on {options.ranks} ranks under {options.backend} in {seconds:.0f} s, {differ} differ")
     for reason, times in unequal.most_common():
         print(f"  {times:4d}  ranks were compared with each other alone: {reason}")
     return int(differ > 0)
@@ -60,7 +60,8 @@ def run_on_ranks(options: argparse.Namespace, seed: int, battery: RankBattery | 
 
 def _report(chosen: Chosen, found: Sequence[str], names: Sequence[str]) -> str:
     case: Case = chosen.case()
-    words = f"--ranks {chosen.size} --seed {chosen.seed} --case {chosen.number}"
+    backend = f" --backend {chosen.backend}" if chosen.backend != "ddp" else ""
+    words = f"--ranks {chosen.size}{backend} --seed {chosen.seed} --case {chosen.number}"
     only = "".join(f' --only "{name}"' for name in names)
     return "\n".join(
         [

@@ -29,6 +29,7 @@ class Chosen(NamedTuple):
         size: how many ranks.
         kept: classes that the case may be of although they are pending.
         simplest: fields of the case that have their default instead.
+        backend: of the ranks, `ddp` or `fsdp`.
     """
 
     seed: int
@@ -36,10 +37,11 @@ class Chosen(NamedTuple):
     size: int
     kept: Sequence[str] = ()
     simplest: Sequence[str] = ()
+    backend: str = "ddp"
 
     def case(self) -> Case:
         """The case."""
-        case = draw_for_ranks(self.seed, self.number, self.size)
+        case = draw_for_ranks(self.seed, self.number, self.size, self.backend)
         case = without_rank_classes(case, [name for name in RANK_PENDING if name not in self.kept])
         return replace(case, **{one.name: _default(one) for one in fields(case) if one.name in self.simplest})
 

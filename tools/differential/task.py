@@ -332,4 +332,7 @@ class Task:
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, dict) and "first" in batch:
+        xs, ys = zip(*[_pair(part) for part in batch.values() if part is not None], strict=True)
+        return torch.cat(xs), torch.cat(ys)
     return (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0], batch[1])

@@ -33,6 +33,8 @@ def bits_of(value: Any) -> Any:
     """A copy of `value` that compares bit by bit: tensors as their bits, nan as itself, objects by what they hold."""
     if isinstance(value, Tensor):
         kept = value.detach()
+        kept = kept.full_tensor() if hasattr(kept, "full_tensor") else kept  # of a sharded one
+        kept = kept.clone()  # torch does not free memory that numpy has seen
         data = kept.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if kept.numel() else b""
         return Bits(str(kept.dtype), tuple(kept.shape), kept.is_contiguous(), data)
     if isinstance(value, np.ndarray):

@@ -33,11 +33,11 @@ TIMEOUT_S = 120.0
 HEAD = "backend  saving      kills  while saving  within an epoch  trainings  seconds  result"
 
 
-def preloaded() -> Any:
-    """Starts processes as forks of one that has imported everything."""
+def preloaded(*modules: str) -> Any:
+    """Starts processes as forks of one that has imported everything, and `modules`."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.kills.stateful", "tools.kills.training", *LATER])
+    context.set_forkserver_preload(["tools.kills.stateful", "tools.kills.training", *LATER, *modules])
     return context
 
 

@@ -5,18 +5,14 @@ from typing import TYPE_CHECKING
 from trainstack._lazy import lazy_imports
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex
-from trainstack.backends.base import (
-    VERBS,
-    AbstractTrainerBackendDecorator,
-    Slot,
-    TrainerBackend,
-    TrainerBackendArguments,
-)
+from trainstack.backends.base import VERBS, Slot, TrainerBackend, TrainerBackendArguments
 from trainstack.backends.bf16 import BFloat16
 from trainstack.backends.build import build_trainer_backend, explain
 from trainstack.backends.ddp import DDP
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.layer import DP
+from trainstack.backends.fsdp import FSDP
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.processes.collectives import all_gather_with_grad
 from trainstack.backends.processes.communicator import Communicator
@@ -43,6 +39,7 @@ __all__ = [
     "Amp",
     "DDP",
     "DP",
+    "FSDP",
     "DifferentialPrivacyArguments",
     "AmpApex",
     "BFloat16",

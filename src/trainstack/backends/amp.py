@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.errors import ConfigurationError
@@ -57,6 +58,7 @@ class Amp(AbstractTrainerBackendDecorator):
         "autocasts the forward pass of every stage to float16, scales the loss, and skips a step that overflowed"
     )
     may_skip_steps: ClassVar[bool] = True
+    autocast_dtype: ClassVar[torch.dtype | None] = torch.float16
     refuses_closures = "a gradient scaler scales one loss a step. Use bf16 or full precision"
     prepares_again: ClassVar[bool] = True
 
@@ -80,7 +82,7 @@ class Amp(AbstractTrainerBackendDecorator):
         return self.inner.prepare(work)
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
-        with torch.autocast(work.world.device.type, dtype=torch.float16):
+        with torch.autocast(work.world.device.type, dtype=self.autocast_dtype):
             return self.inner.forward(work, stage, batch, step)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:

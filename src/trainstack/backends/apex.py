@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, TrainerBackend
+from trainstack.backends.base import Slot, TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.optimizer_state import parameter_names
 from trainstack.backends.processes.world import DeviceChoice, World
 from trainstack.backends.spec import register_layer
@@ -160,6 +161,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
     )
     may_skip_steps: ClassVar[bool] = True
     refuses_updates = refuses_closures = "apex scales one loss a step"
+    refuses_replay = "apex counts each backward pass in its loss scaler"
     excludes: ClassVar[Mapping[str, str]] = {
         "dp": "privacy needs the gradient of each sample in true units, apex scales and sums them first.",
         "fsdp": "apex replaces parameters by masters of its own, which sharding does not see.",

@@ -1,4 +1,4 @@
-"""`TrainerBackend`, the contract of a layer, with the decorator that wraps one layer around another.
+"""`TrainerBackend`, the contract of a layer.
 
 A stack is read from outside inwards: the loop holds the outermost layer and calls its verbs; each layer does
 its part and passes the call on to the next. `SingleProcess` is the innermost of every stack.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainstack.backends.model_units import Unit
 from trainstack.backends.processes.world import DeviceChoice, World
 from trainstack.backends.workload import Workload
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
@@ -86,12 +87,21 @@ class TrainerBackend(ABC):
         public_validation: of a private layer: whether validation and test data are declared public.
         released_metrics: the names of the metrics that the layer releases with noise; see `pop_released`.
         joins_processes: whether the layer lets several processes train together.
+        autocast_dtype: the dtype to which the layer autocasts the forward pass; None where it does not.
+        evaluates_together: whether all ranks have to make the same forward passes in an evaluation too, since each of
+            them gathers sharded parameters.
+        reduces_each_pass: of a layer that divides parameters: whether gradients are divided after each backward pass,
+            and not at the end of a step alone.
+        replicas: of a layer that divides parameters: how many copies of them all ranks have together.
+        units: the parts of the module that the user has named for the layer to work on one at a time; see `find_units`.
         standalone: of the innermost layer: whether no layer around it joins processes.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
         rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
         refuses_updates: why a step cannot make several updates in a stack with this layer; empty where it can.
         refuses_closures: why an optimizer cannot evaluate a closure in a stack with this layer; empty where it can.
+        refuses_replay: why the passes of a step cannot be run a second time in a stack with this layer; empty where
+            they can.
         prepares_again: whether `prepare` may be called a second time, with the optimizers of a training, after an
             evaluation for which it was called without any. Without it an evaluation before training prepares the
             training as well, so that it needs training data and optimizers.
@@ -110,10 +120,16 @@ class TrainerBackend(ABC):
     bounds_gradients: ClassVar[bool] = False
     may_skip_steps: ClassVar[bool] = False
     joins_processes: ClassVar[bool] = False
+    autocast_dtype: ClassVar[torch.dtype | None] = None
+    evaluates_together: bool = False
+    reduces_each_pass: bool = False
+    replicas: int = 1
+    units: Sequence[Unit] | None = None
     standalone: bool = True
     configured_by: ClassVar[Mapping[type, str]] = {}
     refuses_updates: str = ""
     refuses_closures: str = ""
+    refuses_replay: str = ""
     hides_losses: bool = False
     hides_records: bool = False
     public_validation: bool = False
@@ -269,6 +285,10 @@ class TrainerBackend(ABC):
         """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
         return []
 
+    def gathered_parts(self, module: nn.Module) -> list[nn.Module] | None:
+        """The parts of `module` whose parameters this layer gathers together; None if it divides no parameters."""
+        return None
+
     def random_streams(self, world: World) -> RandomStreams | None:
         """Where samples, forward passes and hooks get their random numbers from, in place of the process's generators.
 
@@ -303,11 +323,8 @@ class TrainerBackend(ABC):
             )
         self._owner = weakref.ref(owner)
 
-    def _refuse_skipped(self) -> None:
+    def _refuse_skipped(self) -> None:  # noqa: B027 - a layer alone skips none
         """Refuse a stack, perhaps one made by hand, in which a layer is not called for a verb that it overrides."""
-        skipped = find_skipped([(layer.name or type(layer).__name__, layer) for layer in self.layers()])
-        if skipped is not None:
-            raise ConfigurationError(f"backend {self.spec!r}: {skipped.reason} Write {skipped.remedy}.")
 
     # --- structure -----------------------------------------------------------------------------------------
 
@@ -434,159 +451,6 @@ class TrainerBackend(ABC):
                 "or give the backend to a Trainer."
             )
         return self._runner
-
-
-class AbstractTrainerBackendDecorator(TrainerBackend):
-    """Base class of all layers but the innermost.
-
-    A layer overrides the verbs it changes. It *wraps* a verb when it calls `self.inner.<verb>`, and *ends* it
-    when it does not: then it names the verb in `ends`. Attributes that must survive a restart go through
-    `get_layer_state`.
-    """
-
-    def __init__(self, inner: TrainerBackend) -> None:
-        self.inner = inner
-        if self.joins_processes:
-            *_, core = inner.layers()
-            core.standalone = False
-
-    def layers(self) -> Iterator[TrainerBackend]:
-        yield self
-        yield from self.inner.layers()
-
-    def open(self, device: DeviceChoice = "auto") -> World:
-        return self.inner.open(device)
-
-    def place(self, module: nn.Module, world: World) -> None:
-        self.inner.place(module, world)
-
-    def prepare(self, work: Workload) -> Workload:
-        return self.inner.prepare(work)
-
-    def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
-        return self.inner.accumulate(work, last)
-
-    def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
-        return self.inner.forward(work, stage, batch, step)
-
-    def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        self.inner.backward(work, loss, weight)
-
-    def clip(self, work: Workload) -> Tensor | None:
-        return self.inner.clip(work)
-
-    def step(self, work: Workload) -> bool:
-        return self.inner.step(work)
-
-    def sum_gradients(self, work: Workload) -> None:
-        self.inner.sum_gradients(work)
-
-    def skip(self, work: Workload) -> None:
-        self.inner.skip(work)
-
-    def begin_evaluation(self, work: Workload) -> None:
-        self.inner.begin_evaluation(work)
-
-    def end_evaluation(self, work: Workload) -> None:
-        self.inner.end_evaluation(work)
-
-    def on_fresh_start(self, *, retry: bool) -> None:
-        self.inner.on_fresh_start(retry=retry)
-
-    def post_processing(self) -> AbstractContextManager[None]:
-        return self.inner.post_processing()
-
-    def schedulers_step(self) -> AbstractContextManager[None]:
-        return self.inner.schedulers_step()
-
-    def on_initial_weights(self, origin: WeightsOrigin) -> None:
-        self.inner.on_initial_weights(origin)
-
-    def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
-        self.inner.announce_steps(steps, publish)
-
-    def on_chosen_stop(self, steps_left: int) -> None:
-        self.inner.on_chosen_stop(steps_left)
-
-    @property
-    def sampling(self) -> Sampling | None:
-        return self.inner.sampling
-
-    @property
-    def public_dataset_size(self) -> int | None:
-        return self.inner.public_dataset_size
-
-    def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
-        return self.inner.plan_rows(work)
-
-    def pop_released(self, window: Window) -> Mapping[str, float]:
-        return self.inner.pop_released(window)
-
-    def random_streams(self, world: World) -> RandomStreams | None:
-        if self.private:
-            from trainstack.backends.random_streams import RandomStreams
-
-            return RandomStreams.from_system(world.comm)
-        return self.inner.random_streams(world)
-
-    def privacy_statement(self) -> PrivacyStatement:
-        if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):
-            return self.inner.privacy_statement()
-        return super().privacy_statement()  # it names the backend string of the whole stack
-
-    def gather(self, outputs: Any) -> Any:
-        return self.inner.gather(outputs)
-
-    def read(self, tensors: Sequence[Tensor]) -> list[float]:
-        return self.inner.read(tensors)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    @classmethod
-    def overrides(cls, verb: str) -> bool:
-        return getattr(cls, verb) is not getattr(AbstractTrainerBackendDecorator, verb)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkippedVerbs:
-    """`verbs` that the layer `inner` overrides, and that the layer `outer` ends before they reach it."""
-
-    inner: str
-    outer: str
-    verbs: tuple[str, ...]
-
-    @property
-    def reason(self) -> str:
-        """What would happen, as a sentence."""
-        verbs = " and ".join(self.verbs)
-        return f"{self.inner!r} overrides {verbs}, and {self.outer!r} ends {verbs} before {self.inner!r} is called."
-
-    @property
-    def remedy(self) -> str:
-        """What to write where that is intended."""
-        verbs = ", ".join(map(repr, self.verbs))
-        return f"may_be_skipped = frozenset({{{verbs}}}) in the class of {self.inner!r}, if it may be left out there"
-
-
-def find_skipped(layers: Sequence[tuple[str, type[TrainerBackend] | TrainerBackend]]) -> SkippedVerbs | None:
-    """The verbs of the first layer that is not called for all that it overrides; None if there is no such layer.
-
-    The innermost layer of a stack does not count: it ends each verb that reaches it.
-
-    Args:
-        layers: classes or objects with their names, outermost first.
-    """
-    for position, (inner, layer) in enumerate(layers):
-        kind = layer if isinstance(layer, type) else type(layer)
-        if not issubclass(kind, AbstractTrainerBackendDecorator):
-            continue
-        for outer, around in layers[:position]:
-            ended = set(around.ends) - set(layer.may_be_skipped)
-            verbs = tuple(verb for verb in VERBS if verb in ended and kind.overrides(verb))
-            if verbs:
-                return SkippedVerbs(inner=inner, outer=outer, verbs=verbs)
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot
+from trainstack.backends.base import Slot
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.spec import register_layer
 from trainstack.backends.workload import Workload
 from trainstack.stage import Stage
@@ -18,7 +19,8 @@ class BFloat16(AbstractTrainerBackendDecorator):
 
     summary: ClassVar[str] = "autocasts the forward pass of every stage to bfloat16; needs no loss scaling"
     prepares_again: ClassVar[bool] = True
+    autocast_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
-        with torch.autocast(work.world.device.type, dtype=torch.bfloat16):
+        with torch.autocast(work.world.device.type, dtype=self.autocast_dtype):
             return self.inner.forward(work, stage, batch, step)

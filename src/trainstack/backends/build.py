@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, TrainerBackend
+from trainstack.backends.base import TrainerBackend
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.single_process import SingleProcess
 from trainstack.backends.spec import LayerRecord, parse_spec, registered_backend
 from trainstack.errors import ConfigurationError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from numbers import Real
@@ -38,6 +38,11 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             raise ModuleContractError(
                 f"train_step returned the number {loss!r} as the loss, through which no gradient flows. "
                 f"{RETURN_THE_TENSOR}"
+            )
+        if isinstance(outputs, Generator):
+            raise ModuleContractError(
+                "train_step returned a generator, and is none itself, so its updates cannot be made. Write "
+                "`return (yield from ...)` in it, with the call that gives the generator."
             )
         has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
         raise ModuleContractError(
@@ -94,12 +99,14 @@ def losses_per_record(module: Any) -> Iterator[None]:
     if not hasattr(module, "loss_per_record"):
         yield
         return
-    before = module.loss_per_record
+    before, of_class = module.loss_per_record, "loss_per_record" not in vars(module)
     module.loss_per_record = True
     try:
         yield
     finally:
         module.loss_per_record = before
+        if of_class:  # so that the attributes of the module are those of before
+            vars(module).pop("loss_per_record", None)
 
 
 def is_number(value: Any) -> bool:

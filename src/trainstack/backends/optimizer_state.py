@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack._tensor_classes import inner_tensors, map_inner
+from trainstack._deferred import materialized, whole
+from trainstack._tensor_classes import inner_tensors, is_sharded, map_inner, shard_like
 
 _COMPILED = "_orig_mod."
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -154,13 +155,17 @@ def load_optimizer_state(optimizer: Any, state: Any, written: Sequence[torch.dty
 
     Args:
         optimizer: to load into.
-        state: in the form of its `state_dict`.
+        state: in the form of its `state_dict`. Deferred tensors are read one at a time, unless the optimizer has a
+            `load_state_dict` or hooks besides those of torch; these get all values.
         written: the dtype of each parameter when `state` was written, in the order of the groups; by default that of
             now. State of such a dtype follows the parameter to another dtype.
     """
     if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # Optimizer.__init__ was not called
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(materialized(state))
         return
+    is_own = type(optimizer).load_state_dict is not Optimizer.load_state_dict or "load_state_dict" in vars(optimizer)
+    if is_own or optimizer._optimizer_load_state_dict_pre_hooks:  # which see the state before our hook
+        state = materialized(state)
     handle = optimizer.register_load_state_dict_pre_hook(lambda one, given: _under_parameters(one, given, written))
     try:
         optimizer.load_state_dict(state)
@@ -183,7 +188,10 @@ def _under_parameters(
         dtype = parameter.dtype if written is None else written[places[key]]
 
         def move(tensor: Tensor, parameter: Tensor = parameter, dtype: torch.dtype = dtype) -> Tensor:
-            if inner_tensors(tensor) is not None:
+            if is_sharded(parameter) and not is_sharded(tensor) and tensor.dim() and tensor.shape == parameter.shape:
+                tensor = shard_like(tensor, parameter)
+            tensor = whole(tensor)
+            if inner_tensors(tensor) is not None and not is_sharded(tensor):
                 return map_inner(tensor, lambda one: one.to(parameter.device))
             follows = tensor.is_floating_point() and parameter.is_floating_point() and tensor.dtype is dtype
             return tensor.to(parameter.device, parameter.dtype if follows else tensor.dtype)

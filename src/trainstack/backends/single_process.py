@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from trainstack._tensor_classes import has_meta
 from trainstack.backends.base import Slot, TrainerBackend
 from trainstack.backends.clipping import clip_gradients
 from trainstack.backends.fast_paths import fast_backward, fast_call, fast_step, gradient_seed
@@ -54,7 +55,12 @@ class SingleProcess(TrainerBackend):
         return World(device=select_device(device, self._selected))
 
     def place(self, module: nn.Module, world: World) -> None:
-        module.to(world.device)
+        if has_meta(module):  # they get their values when all layers have placed the module
+            module._apply(  # type: ignore[no-untyped-call]
+                lambda one: one if one.is_meta else one.to(world.device)
+            )
+        else:
+            module.to(world.device)
 
     def prepare(self, work: Workload) -> Workload:
         return work

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from trainstack.backends.base import VERBS, Slot, TrainerBackend, find_skipped
+from trainstack.backends.base import VERBS, Slot, TrainerBackend
+from trainstack.backends.decorator import find_skipped
 from trainstack.backends.processes.environment import detect_process_info
 from trainstack.errors import BackendSpecError, ConfigurationError
 

@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
     from trainstack.checkpointing.default_checkpointer import DefaultCheckpointer
     from trainstack.checkpointing.directory import CheckpointInfo, list_checkpoints
+    from trainstack.checkpointing.integrity.keys import make_key
+    from trainstack.checkpointing.integrity.lineage import Ancestor, Lineage, read_lineage
+    from trainstack.checkpointing.integrity.signing import (
+        Signature,
+        checkpoint_signer,
+        sign_checkpoint,
+        verify_signature,
+    )
     from trainstack.checkpointing.lease import Lease
+    from trainstack.checkpointing.pretrained.matching import WarmStartReport
     from trainstack.checkpointing.reading import read_checkpoint, read_model
     from trainstack.checkpointing.remote.fetching import fetch, upload_export
+    from trainstack.checkpointing.sharded.stored_tensors import StoredTensors, open_tensors
     from trainstack.checkpointing.verification import verify_checkpoint
-    from trainstack.checkpointing.weights import (
-        WarmStartReport,
-        export_model,
-        load_torch_weights,
-        push_to_hub,
-        warm_start,
-    )
+    from trainstack.checkpointing.weights import export_model, load_torch_weights, push_to_hub, warm_start
     from trainstack.checkpointing.writing import write_checkpoint, write_model
 
 _PLACES = {
@@ -32,11 +36,16 @@ _PLACES = {
     "arguments": ("DefaultCheckpointerArguments",),
     "default_checkpointer": ("DefaultCheckpointer",),
     "directory": ("CheckpointInfo", "list_checkpoints"),
+    "integrity.keys": ("make_key",),
+    "integrity.lineage": ("Ancestor", "Lineage", "read_lineage"),
+    "integrity.signing": ("Signature", "checkpoint_signer", "sign_checkpoint", "verify_signature"),
     "lease": ("Lease",),
     "remote.fetching": ("fetch", "upload_export"),
+    "pretrained.matching": ("WarmStartReport",),
     "reading": ("read_checkpoint", "read_model"),
+    "sharded.stored_tensors": ("StoredTensors", "open_tensors"),
     "verification": ("verify_checkpoint",),
-    "weights": ("WarmStartReport", "export_model", "load_torch_weights", "push_to_hub", "warm_start"),
+    "weights": ("export_model", "load_torch_weights", "push_to_hub", "warm_start"),
     "writing": ("write_checkpoint", "write_model"),
 }
 __getattr__ = lazy_imports(
@@ -45,21 +54,31 @@ __getattr__ = lazy_imports(
 
 __all__ = [
     "AbstractCheckpointer",
+    "Ancestor",
     "Checkpoint",
     "CheckpointInfo",
     "DefaultCheckpointer",
     "DefaultCheckpointerArguments",
     "Lease",
+    "Lineage",
+    "Signature",
+    "StoredTensors",
     "WarmStartReport",
+    "checkpoint_signer",
     "export_model",
     "fetch",
     "list_checkpoints",
     "load_torch_weights",
+    "make_key",
+    "open_tensors",
     "push_to_hub",
     "read_checkpoint",
+    "read_lineage",
     "read_model",
+    "sign_checkpoint",
     "upload_export",
     "verify_checkpoint",
+    "verify_signature",
     "warm_start",
     "write_checkpoint",
     "write_model",

@@ -32,6 +32,7 @@ class Checkpoint:
         metadata: whatever else should be readable in the manifest. Holds no tensors.
         rank_states: for each rank, what differs between the ranks; None where nothing does.
         run_id: identifies the run that wrote the checkpoint; None if unknown.
+        lineage: where the run began, as plain values for the manifest; None if unknown.
     """
 
     module_interface_state: dict[str, Any] | None = None
@@ -45,6 +46,7 @@ class Checkpoint:
     metadata: dict[str, Any] | None = None
     rank_states: list[dict[str, Any]] | None = None
     run_id: str | None = None
+    lineage: dict[str, Any] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -137,10 +139,11 @@ class AbstractCheckpointer(ABC):
         plan: dict[str, Any] | None = None,
         global_step: int | None = None,
         metadata: dict[str, Any] | None = None,
+        lineage: dict[str, Any] | None = None,
     ) -> str | None:
         """Export the model alone, for use rather than for resuming. Does nothing by default.
 
-        `plan`, `global_step` and `metadata` are those of a `Checkpoint`, for people to read.
+        `plan`, `global_step`, `metadata` and `lineage` are those of a `Checkpoint`, for people to read.
         """
         return None
 

@@ -100,6 +100,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             of the run, or "INFO" without one.
         async_save: write in the background. Training waits only while the state is copied into memory of the host,
             which takes once more the size of a checkpoint.
+        sharded: where a layer such as `fsdp` divides the state, let each rank write its own part into the checkpoint,
+            and read what it needs of one. All ranks have to see `save_dir`. Under other layers nothing changes.
         every_n_steps: also save inside an epoch, whenever the global step is a multiple of this; a float in (0, 1] is
             a fraction of all global steps of the run, rounded up.
         every_n_seconds: also save inside an epoch, at the first step so many seconds after the last of these saves.
@@ -114,6 +116,11 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         keep_frozen: False leaves out parameters that are frozen and have the values that the run began with, such as
             the base of LoRA adapters, from checkpoints and from exports at the end of training. The manifest has their
             names and digests. To resume, build the module with the same weights, or name them in `init_weights_from`.
+        sign_key: the PEM file of an Ed25519 key that signs each checkpoint and export of the run. The main process
+            reads each once more for it. Needs `pip install trainstack[sign]`.
+        scrub_every_s: compare each stored checkpoint with its hashes again when that was last done so many seconds
+            ago. After a save a thread reads the one that is due for the longest time, at most 100 MB a second. A
+            damaged one is a warning, and does not count as kept. None for never.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -130,6 +137,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     file_ext: str = ""
     log_level: str | None = None
     async_save: bool = False
+    sharded: bool = False
     every_n_steps: int | float | None = None
     every_n_seconds: float | None = None
     every_n_epochs: int | None = None
@@ -139,14 +147,16 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     monitor: str = DEFAULT_MONITOR
     mode: Literal["auto", "min", "max"] = "auto"
     keep_frozen: bool = True
+    sign_key: str | None = None
+    scrub_every_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint", "delete_existing_checkpoints", "async_save", "keep_frozen"):
+        for name in ("checkpoint", "delete_existing_checkpoints", "async_save", "sharded", "keep_frozen"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "it is not a bool", "True or False")
         self._check_schedule()
         self._check_retention()
-        for name in ("save_dir", "model_state_save_dir", "load_dir", "load_filename"):
+        for name in ("save_dir", "model_state_save_dir", "load_dir", "load_filename", "sign_key"):
             value: Any = getattr(self, name)
             if value is not None and not isinstance(value, (str, os.PathLike)):
                 raise _wrong(name, value, "it is not a path", "a string, or None")
@@ -178,10 +188,11 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             raise _wrong("every_n_steps", steps, "a fraction of the run lies between 0 and 1", "1, 2, ... or 0.25")
         if steps is not None and not isinstance(steps, float):
             _check_count("every_n_steps", steps)
-        seconds = self.every_n_seconds
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if seconds is not None and not (is_number and 0 < seconds < math.inf):
-            raise _wrong("every_n_seconds", seconds, "it is no number of seconds above 0", "a number such as 1800")
+        for name in ("every_n_seconds", "scrub_every_s"):
+            seconds = getattr(self, name)
+            is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+            if seconds is not None and not (is_number and 0 < seconds < math.inf):
+                raise _wrong(name, seconds, "it is no number of seconds above 0", "a number such as 1800")
 
     def _check_retention(self) -> None:
         if self.keep_last is not None:

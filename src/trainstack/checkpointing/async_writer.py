@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainstack._deferred import whole
 from trainstack.errors import CheckpointError, TrainstackError
 
 
@@ -23,11 +24,12 @@ class HostBuffers:
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return contiguous copies on the host, under the same names; the next call overwrites them.
 
-        What lies on a CUDA device is copied into pinned memory, all of it at once, and waited for.
+        Tensors on a CUDA device are copied into pinned memory, all at once, and waited for. Deferred tensors are read,
+        one at a time.
         """
         self._buffers = {name: self._matching_buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor, non_blocking=tensor.is_cuda)
+            self._buffers[name].copy_(whole(tensor), non_blocking=tensor.is_cuda)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)
@@ -48,12 +50,12 @@ class HostBuffers:
 
 
 class BackgroundWriter:
-    """Runs a job in a thread of its own, at most one at a time.
+    """Runs a job in a separate thread, at most one at a time.
 
     The thread ends with its job, so none is left idle. It is not a daemon: an interpreter that exits waits for it.
 
     Attributes:
-        wake: called from the thread when a job has ended and was not abandoned, so that somebody comes to `poll`.
+        wake: called from the thread when a job has ended and was not abandoned, so that the owner calls `poll`.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job is under way."""
+        """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, what: str, job: Callable[[threading.Event], None]) -> None:
@@ -93,7 +95,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def poll(self) -> None:
-        """Raise what a job has failed with, once; never waits.
+        """Raise the error of a failed job, once; never waits.
 
         Raises:
             CheckpointError: the job failed; one that is not an error of ours is its cause.
@@ -107,12 +109,12 @@ class BackgroundWriter:
         raise CheckpointError(f"{what} failed in the background: {type(error).__name__}: {error}") from error
 
     def wait(self) -> None:
-        """Wait for the job under way and raise as `poll`; a KeyboardInterrupt ends the waiting, not the job."""
+        """Wait for the running job and raise as `poll`; a KeyboardInterrupt ends the waiting, not the job."""
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._thread = None
         self.poll()
 
     def abandon(self) -> None:
-        """Tell the job under way to clear up and end; nothing is raised for it."""
+        """Tell the running job to clean up and end; nothing is raised for it."""
         self._abandoned.set()

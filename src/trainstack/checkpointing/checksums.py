@@ -6,10 +6,10 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -33,6 +33,9 @@ READERS = min(4, os.cpu_count() or 1) if hasattr(os, "preadv") else 1
 """Threads that read one file. Most of the time goes into fresh memory, which the system clears page by page."""
 
 _DIGEST = re.compile("[0-9a-f]{32}")
+
+PaceFn = Callable[[int], None]
+"""Called before so many bytes are read; it may wait, or raise to end the reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,7 @@ class Chunk:
         expected: its hash; None if nobody knows it.
         label: what an error calls it.
         target: where its bytes go; None if they are only compared.
+        digest: computes the hash of its bytes.
     """
 
     start: int
@@ -65,6 +69,7 @@ class Chunk:
     expected: str | None
     label: str
     target: memoryview | None = None
+    digest: Callable[[memoryview], str] = field(default=lambda data: digest(data), repr=False)
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -104,8 +109,9 @@ class CheckedReader:
 
     position: int
 
-    def __init__(self, handle: FileIO, path: Path, size: int) -> None:
+    def __init__(self, handle: FileIO, path: Path, size: int, pace: PaceFn | None = None) -> None:
         self._handle = handle
+        self._pace = pace
         self.path = path
         self.size = size
         self.position = 0
@@ -120,6 +126,8 @@ class CheckedReader:
     def read_into(self, target: memoryview, start: int) -> None:
         """Fill `target`, a view of writable bytes, with those from `start` on."""
         done = 0
+        if self._pace is not None:
+            self._pace(len(target))
         while done < len(target):
             if READERS == 1:
                 self._handle.seek(start + done)
@@ -136,6 +144,11 @@ class CheckedReader:
         Raises:
             CheckpointDamagedError: naming the first chunk that is not as it was written.
         """
+        batches = list(_batches(chunks))
+        if len(batches) == 1 and all(chunk.target is not None for chunk in batches[0]):
+            for chunk in batches[0]:  # a small tensor costs no threads and no buffers
+                self._read_chunk(chunk, memoryview(b""))
+            return
         buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(READERS):
             buffers.put(memoryview(bytearray(min(CHUNK_BYTES, self.size))))
@@ -149,11 +162,11 @@ class CheckedReader:
                 buffers.put(spare)
 
         if READERS == 1:
-            for batch in _batches(chunks):
+            for batch in batches:
                 work(batch)
             return
         with ThreadPoolExecutor(READERS) as pool:
-            for _ in pool.map(work, _batches(chunks)):
+            for _ in pool.map(work, batches):
                 pass
 
     def map(self, chunks: Iterable[Chunk]) -> mmap.mmap:
@@ -176,7 +189,7 @@ class CheckedReader:
         self._compare(chunk, target)
 
     def _compare(self, chunk: Chunk, data: memoryview) -> None:
-        if chunk.expected is not None and (found := digest(data)) != chunk.expected:
+        if chunk.expected is not None and (found := chunk.digest(data)) != chunk.expected:
             raise CheckpointDamagedError(
                 f"{self.path} is damaged: the hash of {chunk.label} is {found}, and {chunk.expected} was written. "
                 "Load another checkpoint."
@@ -198,8 +211,8 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 @contextmanager
-def open_recorded(path: Path, size: int | None) -> Iterator[CheckedReader]:
-    """Open a regular file for reading, of `size` bytes if that is known.
+def open_recorded(path: Path, size: int | None, pace: PaceFn | None = None) -> Iterator[CheckedReader]:
+    """Open a regular file for reading, of `size` bytes if that is known; `pace` may slow the reading down.
 
     Raises:
         CheckpointDamagedError: the file is missing, unreadable, no regular file, or of another size.
@@ -211,16 +224,16 @@ def open_recorded(path: Path, size: int | None) -> Iterator[CheckedReader]:
                 raise CheckpointDamagedError(
                     f"{path} is damaged: it has {found} bytes, the manifest says {size}. Load another checkpoint."
                 )
-            yield CheckedReader(handle, path, found)
+            yield CheckedReader(handle, path, found, pace)
     except FileNotFoundError as error:
         raise CheckpointDamagedError(f"{path} is missing. Load another checkpoint.") from error
     except OSError as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}. Load another checkpoint.") from error
 
 
-def check_file(path: Path, record: FileRecord) -> None:
+def check_file(path: Path, record: FileRecord, pace: PaceFn | None = None) -> None:
     """Read `path` and compare size and hash of the whole; raises CheckpointDamagedError."""
-    with open_recorded(path, record.size) as reader:
+    with open_recorded(path, record.size, pace) as reader:
         whole = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
         for start in range(0, record.size, CHUNK_BYTES):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainstack._deferred import materialized
 from trainstack._tensor_classes import join_inner, registered_class
 from trainstack.checkpointing import format
 from trainstack.checkpointing.encoding import BY_BYTES_NAME, DTYPES, LAYOUTS, SPARSE_LAYOUTS
@@ -20,7 +21,8 @@ from trainstack.checkpointing.format import Json, PlainDecoder, bytes_of, text_o
 class StateDecoder(PlainDecoder):
     """Decodes JSON trees of states; every mention of one stored tensor becomes the same object.
 
-    The tensors of the result are those handed in, not copies; numpy arrays share their memory.
+    The tensors of the result are those handed in, not copies; numpy arrays share their memory. Those of objects that
+    are made of several tensors, or that are no dicts, lists and tuples, are read where they are deferred.
 
     Args:
         tensors: by the names in the trees.
@@ -39,7 +41,7 @@ class StateDecoder(PlainDecoder):
             format.SPARSE: self._sparse,
             format.SUBCLASS: self._subclass,
             format.ENUM: lambda f: _registered(f, Enum)[text_of(f["member"])],
-            format.DATACLASS: lambda f: _registered(f, object)(**self._decode(f["fields"])),
+            format.DATACLASS: lambda f: _registered(f, object)(**materialized(self._decode(f["fields"]))),
             format.ARRAY: self._array,
             format.NUMPY_SCALAR: lambda f: np.frombuffer(bytes_of(f), dtype=_numpy_dtype(f), count=1)[0],
             format.NUMPY_TEXT: lambda f: np.str_(text_of(f["value"])),
@@ -53,6 +55,8 @@ class StateDecoder(PlainDecoder):
         key = (format.TENSOR, fields["name"])
         if key not in self._made:
             dtype = BY_BYTES_NAME[fields["dtype"]]
+            if self._outline:
+                return torch.zeros((), dtype=dtype).expand(_shape(fields["shape"]))
             flat = tensor if tensor.dtype == dtype else tensor.reshape(-1).view(dtype)
             self._made[key] = flat.reshape(_shape(fields["shape"]))
         return self._made[key]
@@ -61,7 +65,7 @@ class StateDecoder(PlainDecoder):
         if self._outline:
             return self._decode(fields["parts"])
         layout, shape = LAYOUTS[fields["layout"]], torch.Size(_shape(fields["shape"]))
-        parts = [self._decode(fields["parts"][name]) for name in SPARSE_LAYOUTS[layout]]
+        parts = materialized([self._decode(fields["parts"][name]) for name in SPARSE_LAYOUTS[layout]])
         # indices out of range would make torch read and write memory of others
         if layout is torch.sparse_coo:
             indices, values = parts
@@ -71,7 +75,7 @@ class StateDecoder(PlainDecoder):
         return torch.sparse_compressed_tensor(outer, inner, values, shape, layout=layout, check_invariants=True)
 
     def _subclass(self, fields: dict[str, Json]) -> Any:
-        inner = self._decode(fields["inner"])
+        inner = materialized(self._decode(fields["inner"]))
         if self._outline:
             return inner
         cls, layout = _registered(fields, torch.Tensor), _Layout(_shape(fields["shape"]), _shape(fields["stride"]))
@@ -89,7 +93,7 @@ class StateDecoder(PlainDecoder):
 
 
 class _Layout:
-    """What `__tensor_unflatten__` is told of the outer tensor."""
+    """The properties of the outer tensor that `__tensor_unflatten__` gets."""
 
     def __init__(self, size: list[int], stride: list[int]) -> None:
         self.size, self.stride = lambda: torch.Size(size), lambda: tuple(stride)

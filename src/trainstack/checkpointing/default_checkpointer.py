@@ -8,7 +8,8 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from trainstack.checkpointing.directory import (
     read_manifest,
     scan,
 )
+from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.lookup import (
     CheckpointFinder,
@@ -38,8 +40,11 @@ from trainstack.checkpointing.lookup import (
     rule_at,
     with_prefix,
 )
+from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention
-from trainstack.checkpointing.writing import Payload, commit, pack, write_begin, write_model
+from trainstack.checkpointing.sharded.commit import Ranks, ShardedDirectory, report_part, together, wait_for_parts
+from trainstack.checkpointing.sharded.parts import Layout, pack_rows
+from trainstack.checkpointing.writing import Payload, Signer, commit, pack, payload_of, write_begin, write_model
 from trainstack.errors import CheckpointError, CheckpointNotFoundError
 from trainstack.ranks import global_rank
 
@@ -82,6 +87,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._run_level = "INFO"
         self._missed = False
         self._last_save_s: float | None = None
+        self._signer: Signer | None = None
+        every_s = self.args.scrub_every_s
+        self._scrub = None if every_s is None else BackgroundScrub(every_s, self._log, retention.note_verified)
 
     def begin_trainer(self, *, log_level: str, resume: bool | str | os.PathLike[str]) -> None:
         """A trainer was made with these arguments. Its `log_level` holds where the own arguments have none.
@@ -125,6 +133,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def keeps_frozen(self) -> bool:
         """`args.keep_frozen`."""
         return self.args.keep_frozen
+
+    @property
+    def is_sharded(self) -> bool:
+        """`args.sharded`, unless a subclass has a `save` of its own, which has to get whole tensors."""
+        return self.args.sharded and type(self).save is DefaultCheckpointer.save
 
     @property
     def asks_for_best(self) -> bool:
@@ -191,6 +204,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._background.wait()  # one that was abandoned may still be deleting older ones
         if not self.args.checkpoint:
             return
+        _ = self.signer  # a wrong key ends the run before the first step
         contents, prefix = scan(self.save_dir), self.args.file_prefix
         earlier, newest = with_prefix(contents, prefix), newest_entry(contents, prefix)
         if self._loaded_at is not None and newest is not None and newest.sequence > self._loaded_at:
@@ -226,6 +240,20 @@ class DefaultCheckpointer(AbstractCheckpointer):
             f"To go on from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this one another "
             "output_dir, or another save_dir if that is given.",
         )
+
+    @property
+    def signer(self) -> Signer | None:
+        """Signs what is written by `args.sign_key`, which is read once; None without a key.
+
+        Raises:
+            MissingExtraError: `cryptography` is not installed.
+            ConfigurationError: the file holds no Ed25519 key.
+        """
+        if self._signer is None and self.args.sign_key is not None:
+            from trainstack.checkpointing.integrity.signing import checkpoint_signer
+
+            self._signer = checkpoint_signer(self.args.sign_key)
+        return self._signer
 
     @property
     def _retention(self) -> Retention:
@@ -298,12 +326,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
             return None
         started = time.monotonic()
         self._wait_for_last()
-        self.prepare()
-        step = checkpoint_state.global_step
-        run_id = self.run_id
-        name = self._free_name(f"{index:06d}" if step is None else f"{step:09d}", run_id)
-        checkpoint = replace(checkpoint_state, run_id=run_id)
-        payload = pack(retention.preserve_pin(checkpoint, self.save_dir / name, self.args.file_prefix))
+        name, checkpoint = self._named(checkpoint_state, index)
+        payload = replace(pack(checkpoint), sign=self.signer)
         self._warn_missing_monitor(checkpoint_state, force)
         if self.args.async_save:
             copy = payload.copy_into(self._buffers)
@@ -314,16 +338,123 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
             self._background.start(f"saving {name}", write)
         else:
-            contents = self._commit(payload, name)
-            if payload.size > LARGE and self._retention.reads_back:
-                self._background.start(f"verifying {name}", lambda _: self._retention.apply(contents))
-            else:
-                self._retention.apply(contents)
+            self._retain(self._commit(payload, name), name, payload.size)
         return str(self.save_dir / name)
 
-    def _save_in_background(self, payload: Payload, name: str, abandoned: threading.Event) -> None:
+    def _named(self, checkpoint_state: Checkpoint, index: int) -> tuple[str, Checkpoint]:
+        """The name of the next checkpoint, and its state with the id of the run; the directory is prepared."""
+        self.prepare()
+        step, run_id = checkpoint_state.global_step, self.run_id
+        name = self._free_name(f"{index:06d}" if step is None else f"{step:09d}", run_id)
+        checkpoint = replace(checkpoint_state, run_id=run_id)
+        return name, retention.preserve_pin(checkpoint, self.save_dir / name, self.args.file_prefix)
+
+    def _retain(self, contents: Contents, name: str, size: int) -> None:
+        """Delete what need not be kept; in the background where that means to read much."""
+        if size > LARGE and self._retention.reads_back:
+            self._background.start(f"verifying {name}", lambda _: self._retention.apply(contents))
+        else:
+            self._retention.apply(contents)
+
+    def save_sharded(self, checkpoint_state: Checkpoint, index: int, force: bool, ranks: Ranks) -> str | None:
+        """As `save`, but all ranks call it, and each writes the rows that it has of the sharded tensors.
+
+        Either all parts become one checkpoint, or nothing does, and all ranks raise. With `async_save` each rank copies
+        its rows and writes them in a thread; the main process commits when all have written theirs.
+
+        Args:
+            checkpoint_state: the state of this rank.
+            index: as for `save`.
+            force: as for `save`.
+            ranks: how the ranks talk.
+        """
+        if not self.is_due(index, force):
+            return None
+        started = time.monotonic()
+        payload, layout = together(ranks, lambda: self._pack_rows(checkpoint_state, ranks))
+        opened: list[tuple[ShardedDirectory, Payload]] = []
+
+        def begin() -> list[str]:
+            name, checkpoint = self._named(checkpoint_state, index)
+            self._warn_missing_monitor(checkpoint_state, force)
+            directory = ShardedDirectory(self.save_dir, name, payload.size * ranks.size)
+            facts = replace(payload_of(checkpoint, payload.parts, payload.texts), sign=self.signer)
+            opened.append((directory, facts))
+            return [name, str(directory.path)]
+
         try:
+            name, temporary = ranks.on_main(begin, "beginning a checkpoint")
+        except BaseException:
+            for directory, _ in opened:  # the others do not know of it
+                directory.discard()
+            raise
+
+        def write(abandoned: threading.Event) -> Contents | None:
+            failure = report_part(ranks, Path(temporary), payload.parts, abandoned)
+            return self._commit_parts(*opened.pop(), layout, ranks, abandoned, failure) if opened else None
+
+        if not self.args.async_save:
+            self._write_sharded(write, name, payload.size * ranks.size, ranks)
+            return str(self.save_dir / name)
+
+        def write_aside(abandoned: threading.Event) -> None:
+            with self._logging_failure(name):
+                contents = write(abandoned)
+                self._last_save_s = time.monotonic() - started
+                if contents is not None:
+                    self._retention.apply(contents)
+
+        self._background.start(f"saving {name}", write_aside)
+        return str(self.save_dir / name)
+
+    def _pack_rows(self, checkpoint: Checkpoint, ranks: Ranks) -> tuple[Payload, Layout]:
+        """What this rank writes, copied if it is written in the background; waits for the save before."""
+        self._wait_for_last()
+        payload, layout = pack_rows(checkpoint, ranks.rank, ranks.size)
+        return (payload.copy_into(self._buffers) if self.args.async_save else payload), layout
+
+    def _write_sharded(
+        self, write: Callable[[threading.Event], Contents | None], name: str, size: int, ranks: Ranks
+    ) -> None:
+        """Write the parts of all ranks now; the others wait for the main process, which commits."""
+
+        def commit() -> None:
+            contents = write(threading.Event())
+            assert contents is not None
+            self._retain(contents, name, size)
+
+        if ranks.rank != 0:
+            write(threading.Event())
+        ranks.on_main(commit, "saving a checkpoint")
+
+    def _commit_parts(
+        self,
+        directory: ShardedDirectory,
+        payload: Payload,
+        layout: Layout,
+        ranks: Ranks,
+        abandoned: threading.Event,
+        failure: Exception | None,
+    ) -> Contents:
+        """Commit what all ranks have written, on the main process, whose own part may have failed; or discard it."""
+        try:
+            if failure is not None:
+                raise failure
+            reports = wait_for_parts(ranks, directory.path, abandoned)
+            contents = scan(self.save_dir)
+            path = directory.commit(payload, reports, layout, contents.highest + 1, self.lease)
+        finally:
+            directory.discard()
+        return self._note_commit(path, contents)
+
+    def _save_in_background(self, payload: Payload, name: str, abandoned: threading.Event) -> None:
+        with self._logging_failure(name):
             self._retention.apply(self._commit(payload, name, abandoned))
+
+    @contextmanager
+    def _logging_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._log(logging.ERROR, f"saving {name} in the background failed: {error}")  # perhaps nobody asks any more
             raise
@@ -332,9 +463,16 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write a checkpoint; returns the contents of the directory afterwards."""
         contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
         path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
+        return self._note_commit(path, contents)
+
+    def _note_commit(self, path: Path, before: Contents) -> Contents:
+        """Tell of a checkpoint that is safe, and begin to scrub an older one if one is due."""
         self._log(logging.INFO, f"saved {path}")
         self.on_commit(path)
-        return contents.including(path)
+        contents = before.including(path)
+        if self._scrub is not None:
+            self._scrub.start(self.save_dir, contents.intact)
+        return contents
 
     def _wait_for_last(self) -> None:
         """Wait for a save in the background, and say how long that took."""
@@ -362,10 +500,14 @@ class DefaultCheckpointer(AbstractCheckpointer):
             self._background.wait()
         finally:
             self._buffers.release()
+            if self._scrub is not None:
+                self._scrub.stop()
 
     def abandon(self) -> None:
         """Stop writing; the unfinished directory is deleted, or never read."""
         self._background.abandon()
+        if self._scrub is not None:
+            self._scrub.stop()
 
     def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
         """Write `checkpoint_state` as `name`; it is loaded only if it is named."""
@@ -373,7 +515,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             return None
         self._wait_for_last()
         self.prepare()
-        payload = pack(replace(checkpoint_state, run_id=self.run_id))
+        payload = replace(pack(replace(checkpoint_state, run_id=self.run_id)), sign=self.signer)
         return str(commit(payload, self.save_dir, name, lease=self.lease))
 
     def save_model(
@@ -384,6 +526,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         plan: dict[str, Any] | None = None,
         global_step: int | None = None,
         metadata: dict[str, Any] | None = None,
+        lineage: dict[str, Any] | None = None,
     ) -> str | None:
         """Write an export of `model_state`; `load` never takes it for a point to resume from.
 
@@ -401,7 +544,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         while os.path.lexists(directory / name):
             number += 1
             name = f"{first}.{number}"
-        owner: dict[str, Any] = {"run_id": self.run_id, "lease": self.lease}
+        owner: dict[str, Any] = {"run_id": self.run_id, "lease": self.lease, "lineage": lineage, "sign": self.signer}
         path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step, **owner)
         before = path if number == 1 else directory / (first if number == 2 else f"{first}.{number - 1}")
         if before != path and _same_export(before, path):
@@ -423,6 +566,17 @@ class DefaultCheckpointer(AbstractCheckpointer):
             ConfigurationError: `resume` is none of these, or `delete_existing_checkpoints` would
                 delete what is to be loaded.
         """
+        return self._load(resume, read_checkpoint)[0]
+
+    def load_deferred(self, resume: bool | str | os.PathLike[str] | None = None) -> tuple[Checkpoint, Path | None]:
+        """As `load`, and where the checkpoint lies; its large tensors are verified, and read where they are used."""
+        if type(self).load is not DefaultCheckpointer.load:
+            return self.load(resume), None
+        return self._load(resume, read_deferred)
+
+    def _load(
+        self, resume: bool | str | os.PathLike[str] | None, read: Callable[[Path], Checkpoint]
+    ) -> tuple[Checkpoint, Path | None]:
         self._background.wait()
         load_dir = self.save_dir
         if self.args.load_dir:
@@ -430,11 +584,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._asked = resume
         newest = newest_entry(scan(self.save_dir), self.args.file_prefix)
         self._loaded_at = 0 if newest is None else newest.sequence
-        finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log, self.known_run)
+        finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log, self.known_run, read)
         checkpoint = finder.load(resume)
-        self._loaded_from = finder.found_in or self._loaded_from
+        self._loaded_from = self._loaded_from if finder.found is None else finder.found.parent
         self._run_id, self._loaded_run = None, checkpoint.run_id
-        return checkpoint
+        return checkpoint, finder.found
 
     def _warn_missing_monitor(self, checkpoint: Checkpoint, force: bool) -> None:
         """Say once that a checkpoint cannot be the best, where somebody asked for the best and none can be yet."""

@@ -21,7 +21,7 @@ class Difference:
 
     Attributes:
         where: such as "trainer_state.optimizers[0].state".
-        one, other: what stands there, in words.
+        one, other: the values there, in words.
         elements: of a tensor, how many differ; None where shapes or dtypes do.
         max_abs: the largest magnitude of a difference; nan if one of the two is nan somewhere.
     """

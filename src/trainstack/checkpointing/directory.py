@@ -20,17 +20,17 @@ _logger = logging.getLogger("trainstack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What the manifest of one directory says.
+    """The content of the manifest of one directory.
 
     Attributes:
         path: the directory.
         name: the name it was written under.
         kind: "checkpoint" to resume from, "model" for an export, or "begin" for the beginning of a run.
-        sequence: rises with every directory written beside it; the highest is the newest.
+        sequence: increases with every directory written next to it; the highest is the newest.
         global_step: global steps finished, skipped ones included; None if unknown.
         created: UTC, ISO 8601.
         size: bytes in all files.
-        metrics: what was measured with these very weights: name and value. May hold inf and nan.
+        metrics: the values measured with these weights, by name. May hold inf and nan.
         pinned: whether it is kept, however many others come.
         run_id: identifies the run that wrote it; None if unknown.
         lease: the counter of the lease under which it was written; 0 without one.
@@ -51,15 +51,15 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What lies in a directory.
+    """The entries of a directory.
 
     Attributes:
         intact: checkpoints and exports with an intact manifest, newest first.
         begun: the entries that the beginnings of runs have left, newest first.
-        broken: what was a checkpoint or an export and is damaged.
+        broken: damaged checkpoints and exports.
         broken_begins: the same of beginnings of runs.
         newer: written by a newer trainstack.
-        odd: what is neither a file, nor a checkpoint, nor a folder that can be read, and why.
+        odd: entries that are neither a file, nor a checkpoint, nor a readable folder, each with the reason.
     """
 
     intact: list[CheckpointInfo] = field(default_factory=list)
@@ -89,7 +89,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the checkpoints and model exports in `directory`, oldest first.
 
     Only manifests are read: `verify_checkpoint` says whether the files agree with them. Directories
-    without a readable manifest are left out; what is odd about them is logged, once in a process.
+    without a readable manifest are left out; the reason is logged, once in a process.
 
     Raises:
         CheckpointNotFoundError: `directory` does not exist.
@@ -115,7 +115,7 @@ def scan(directory: Path) -> Contents:
         found = [entry for entry in os.scandir(directory) if not entry.name.startswith(temp_dirs.TEMPORARY)]
     except (FileNotFoundError, NotADirectoryError):
         return contents
-    except OSError as error:  # without its entries a run would begin anew beside its checkpoints
+    except OSError as error:  # without its entries a run would begin again next to its checkpoints
         raise CheckpointError(
             f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. Mend the folder, or name "
             "another one."
@@ -155,17 +155,17 @@ def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
 
 
 Entry = CheckpointInfo | CheckpointDamagedError | CheckpointMismatchError | str | None
-"""What an entry of a directory is; a text says what is odd about it, and None stands for a folder of something else."""
+"""The kind of an entry of a directory; a text describes an unusual entry, and None is a folder of something else."""
 
 _known: dict[str, tuple[tuple[int, ...], Path, Entry]] = {}
-"""What was read by path, with inode, size and times of the manifest then."""
+"""The entries read so far by path, with inode, size and times of the manifest at that time."""
 
 _COARSE_S = 0.1
 """A file that changed so recently may change again without another time: systems count in ticks of some ms."""
 
 
 def read_entry(path: Path) -> Entry:
-    """Say what `path`, an entry of a directory, is; never raises."""
+    """Return the kind of `path`, an entry of a directory; never raises."""
     return _look_at(os.fspath(path))[1]
 
 
@@ -234,7 +234,7 @@ _named: set[tuple[Path, str]] = set()
 
 
 def name_odd_entries(contents: Contents, say: Callable[[int, str], None]) -> None:
-    """Say once in this process what each odd entry is."""
+    """Describe each unusual entry, once in this process."""
     for path, reason in contents.odd.items():
         if (path, reason) not in _named:
             _named.add((path, reason))

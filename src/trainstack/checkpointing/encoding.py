@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from trainstack._tensor_classes import inner_tensors, registered_name
+from trainstack._deferred import DeferredTensor
+from trainstack._tensor_classes import inner_tensors, is_sharded, registered_name
 from trainstack.checkpointing import format
 from trainstack.checkpointing.format import RESERVED, Json
 from trainstack.errors import UnsupportedStateError
@@ -107,7 +108,8 @@ def _kind_of(value: Any) -> str:
 
 def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of the same memory."""
-    if tensor.numel() == 0 or tensor.layout is not torch.strided or inner_tensors(tensor) is not None:
+    is_plain = tensor.layout is torch.strided and not isinstance(tensor, DeferredTensor)
+    if tensor.numel() == 0 or not is_plain or inner_tensors(tensor) is not None:
         return ("without memory of its own", id(tensor))
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (tensor.device, tensor.untyped_storage().data_ptr(), *view, tensor.is_conj(), tensor.is_neg())
@@ -129,7 +131,7 @@ def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
         array = np.array(array, order="C", copy=True)
     try:
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # text, dates, foreign byte order: kept as bytes beside their dtype
+    except (TypeError, ValueError):  # text, dates, foreign byte order: kept as bytes with their dtype
         return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
@@ -149,15 +151,17 @@ def describe(root: str, place: list[Any]) -> str:
 class StateEncoder:
     """Encodes any number of state trees; a tensor that several of them share is stored once.
 
-    The encoder keeps what it has seen alive, and copies nothing but numpy arrays that are
+    The encoder keeps the encoded values alive, and copies nothing but numpy arrays that are
     read-only or not contiguous.
 
     Args:
         taken: names that no tensor may get, and to which those of this encoder are added. Encoders that share it give
             names that differ.
+        sharded: take sharded tensors too. The trees have their whole shapes, and `pop_tensors` gives them as they are.
     """
 
-    def __init__(self, taken: set[str] | None = None) -> None:
+    def __init__(self, taken: set[str] | None = None, *, sharded: bool = False) -> None:
+        self._takes_shards = sharded
         self._taken = set() if taken is None else taken
         self._taken.add(RESERVED)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -173,8 +177,8 @@ class StateEncoder:
 
         Args:
             value: the state. Exact types only: a subclass of dict is not a dict here.
-            root: what error messages call the state.
-            prefix: what the names of its tensors begin with.
+            root: the name of the state in error messages.
+        prefix: of the names of its tensors.
 
         Raises:
             UnsupportedStateError: naming the place in the tree and the type found there.
@@ -212,6 +216,7 @@ class StateEncoder:
             torch.device: lambda v: _tag(format.DEVICE, name=str(v)),
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
+            DeferredTensor: self._tensor,
             np.ndarray: self._array,
             np.str_: lambda v: _tag(format.NUMPY_TEXT, value="".join(v)),  # str(v) drops zeros at the end
             np.bytes_: lambda v: _tag(format.NUMPY_BYTES, base64=_base64(bytes(list(v)))),
@@ -225,6 +230,8 @@ class StateEncoder:
             return self._numpy_scalar(value)
         if isinstance(value, Path):
             return _tag(format.PATH, value=str(value))
+        if self._takes_shards and is_sharded(value):
+            return self._shard(value)
         name = registered_name(type(value))
         if name is not None:
             return self._registered(name, value)
@@ -303,7 +310,16 @@ class StateEncoder:
             extra = {"dtype": AS_BYTES[value.dtype], "shape": list(value.shape)}
         else:
             self._raise_unsupported(value)
-        return _tag(format.TENSOR, name=self._store(tensor_identity(value), value, value.detach()), **extra)
+        plain = value if isinstance(value, DeferredTensor) else value.detach()
+        return _tag(format.TENSOR, name=self._store(tensor_identity(value), value, plain), **extra)
+
+    def _shard(self, value: Any) -> Json:
+        if value.dtype not in NATIVE and value.dtype not in AS_BYTES:
+            self._raise_unsupported(value)
+        local = value.detach().to_local()
+        identity = tensor_identity(local) if local.numel() else ("no rows", id(value))
+        extra = {} if value.dtype in NATIVE else {"dtype": AS_BYTES[value.dtype], "shape": list(value.shape)}
+        return _tag(format.TENSOR, name=self._store(identity, value, value.detach()), **extra)
 
     def _sparse(self, value: torch.Tensor) -> Json:
         parts = {name: self._at(name.lstrip("_"), getattr(value, name)()) for name in SPARSE_LAYOUTS[value.layout]}

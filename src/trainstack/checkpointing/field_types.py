@@ -17,7 +17,7 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
     Args:
         cls: a dataclass; its fields have the types str, int, bool, float (finite), Any, literals, optional ones, and
             lists and dicts of those.
-        body: what a JSON parser returned.
+        body: the result of a JSON parser.
         given: fields that are not taken from `body`.
 
     Raises:

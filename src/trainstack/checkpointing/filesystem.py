@@ -32,7 +32,7 @@ def write(handle: BinaryIO, data: bytes | memoryview) -> None:
 
 
 def sync_file(handle: BinaryIO) -> None:
-    """Force what was written to the disk."""
+    """Flush the written data to disk."""
     handle.flush()
     os.fsync(handle.fileno())
 
@@ -58,7 +58,7 @@ def remove_tree(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return what can still be written below `path`, or None if the file system does not say."""
+    """Return the free space below `path`, or None if the file system does not report it."""
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:

@@ -51,7 +51,7 @@ PATH = "path"
 
 _KINDS = (bool, int, float, str, list, tuple, dict, set, Counter, deque)
 FACTORIES: dict[str | None, Callable[[], Any] | None] = {None: None, **{kind.__name__: kind for kind in _KINDS}}
-"""What the `default_factory` of a defaultdict may be, by the name that stands for it."""
+"""The allowed values of the `default_factory` of a defaultdict, by name."""
 
 MAX_DEPTH = 128
 """How deep a state may nest; deeper ones would exhaust the stack of a JSON parser."""
@@ -95,7 +95,7 @@ STATES = (
 """The fields of `Checkpoint` that may hold tensors and that all ranks share."""
 
 RANK_STATES = "rank_states"
-"""The field of `Checkpoint` that has one state for each rank, each in files of its own. In the tree: their number."""
+"""The field of `Checkpoint` that has one state for each rank, each in separate files. In the tree: their number."""
 
 MODEL_STATE = "model_state"
 """The state of an export, in the tree."""
@@ -117,7 +117,7 @@ def check_shape(shape: Any) -> int:
 
 
 def are_versions(value: Any) -> bool:
-    """Say whether `value` is what `Module.state_dict` attaches as `_metadata`: a dict for each part of the module."""
+    """Return whether `value` has the form of `_metadata` of `Module.state_dict`: a dict for each part of the module."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(part, dict) for name, part in value.items()
     )
@@ -156,7 +156,7 @@ class PlainDecoder:
             return self._decode(tree)
         except ConfigurationError:  # a class is not registered
             raise
-        except Exception as error:  # the tree may be anybody's, and torch and numpy raise whatever they like
+        except Exception as error:  # the tree may come from anywhere, and torch and numpy raise errors of any class
             raise CheckpointDamagedError(
                 f"the state tree cannot be decoded ({type(error).__name__}: {str(error)[:300]}). "
                 "It was not written by this version of trainstack: load another checkpoint."

@@ -175,7 +175,7 @@ class Lease:
     def verify(self) -> None:
         """Renew the lease now, and raise if it was lost: before each commit.
 
-        Nobody can take the lease over for `timeout_s` from here on.
+        No other process can take the lease for `timeout_s` from here on.
 
         Raises:
             LeaseError: as for `check`.
@@ -249,7 +249,7 @@ def _acquire(place: LeasePlace, timeout_s: float, say: Say, is_interrupted: Call
     owner, made = lease_file.this_process(), list[Path]()
     try:
         while True:
-            made += place.make()  # another process may have removed what it made
+            made += place.make()  # another process may have removed its directory
             seen = place.look()
             if seen is not None and not seen.is_free:
                 _wait_for_silence(place, seen, timeout_s, say, is_interrupted)

@@ -211,7 +211,7 @@ def is_held_here(directory: Path) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """The content; nothing for a link, or what else is no regular file: a damaged lease."""
+    """The content; empty for a link or any other file that is not regular: a damaged lease."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return b""
     descriptor = open_descriptor(path)

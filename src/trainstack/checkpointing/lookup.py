@@ -37,8 +37,9 @@ def read_newest(
     log: Callable[[int, str], None],
     monitor: Monitor | None = None,
     run_id: str | None = None,
+    read: Callable[[Path], Checkpoint] = read_checkpoint,
 ) -> tuple[Path, Checkpoint] | None:
-    """Return the run's intact checkpoint that was written last, whatever its step, or None if there is none.
+    """Return the run's intact checkpoint that was written last, of any step, or None if there is none.
 
     Args:
         directory: where to look; it may be absent.
@@ -46,6 +47,7 @@ def read_newest(
         log: is told of each damaged checkpoint, before an older one is tried, and of each odd entry.
         monitor: return the best by this instead; None also if none has a value of it.
         run_id: of the run; None for the run that the directory belongs to.
+        read: reads a checkpoint and verifies it.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry is damaged that says which
@@ -72,7 +74,7 @@ def read_newest(
         return None
     for info in candidates:
         try:
-            return info.path, read_checkpoint(info.path)
+            return info.path, read(info.path)
         except CheckpointDamagedError as error:
             skipped(error)
             broken.append(error)
@@ -108,7 +110,7 @@ def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | N
 def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints of the run `run_id`, or of the run that the directory belongs to, newest first.
 
-    Those without a run id, which nobody's run has written, belong to it as long as no run began after them.
+    Those without a run id belong to it as long as no run began after them.
     """
     if run_id is not None:
         return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
@@ -123,7 +125,7 @@ def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[C
 
 
 def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
-    """`of_run` of what is in `directory` now."""
+    """`of_run` of the present content of `directory`."""
     return of_run(scan(directory), prefix, run_id)
 
 
@@ -144,8 +146,8 @@ def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
     )
 
 
-# A pointer is never believed. What it gives is the rule (which prefix, which metric); the checkpoint is found anew
-# from the manifests, so that a pointer that is stale, torn or missing misleads nobody.
+# Only the rule of a pointer (which prefix, which metric) is used. The checkpoint is found again from the manifests, so
+# that a stale, incomplete or missing pointer has no effect.
 _FORMAT = "trainstack-pointer"
 
 
@@ -185,7 +187,7 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
 
 
 def rule_in(path: Path) -> PointerRule | None:
-    """The rule that is written in the file `path`; None if it is no pointer, or cannot be read."""
+    """The rule in the file `path`; None if it is not a pointer, or cannot be read."""
     try:
         body = json.loads(_beginning(path))
         prefix, metric = body["file_prefix"], body.get("monitor")
@@ -201,7 +203,7 @@ def rule_in(path: Path) -> PointerRule | None:
 
 
 def _name(kind: str, prefix: str) -> str:
-    """Plain for the usual prefix; other prefixes in the same directory have pointers of their own."""
+    """`kind` for the usual prefix; other prefixes in the same directory have separate pointers."""
     return kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}"
 
 
@@ -239,16 +241,18 @@ class CheckpointFinder:
 
     Args:
         args: of the checkpointer.
-        load_dir: where to look for what is not named, if the run has saved nothing in `save_dir` yet.
-        save_dir: what is in here must not be about to be deleted.
+        load_dir: the folder to search without a name, if the run has saved nothing in `save_dir` yet.
+        save_dir: a checkpoint in this folder is refused if it would be deleted.
         log: takes a level of the logging module and a line.
         run_id: of the run that saves in `save_dir`; None for the run that this directory belongs to.
+        read: reads a checkpoint and verifies it.
 
     Attributes:
-        found_in: the directory of the checkpoint that was loaded last; None before.
+        found: the checkpoint that was loaded last; None before.
     """
 
     args: DefaultCheckpointerArguments
+    found: Path | None
 
     def __init__(
         self,
@@ -257,16 +261,17 @@ class CheckpointFinder:
         save_dir: Path,
         log: Callable[[int, str], None],
         run_id: str | None = None,
+        read: Callable[[Path], Checkpoint] = read_checkpoint,
     ) -> None:
         self.args, self._load_dir, self._save_dir, self._log = args, load_dir, save_dir, log
-        self._run_id = run_id
-        self.found_in: Path | None = None
+        self._run_id, self._read = run_id, read
+        self.found = None
 
     def _run_in(self, directory: Path) -> str | None:
         return self._run_id if directory.resolve() == self._save_dir.resolve() else None
 
     def load(self, resume: bool | str | os.PathLike[str] | None) -> Checkpoint:
-        """What `DefaultCheckpointer.load` returns."""
+        """The result of `DefaultCheckpointer.load`."""
         if resume is None or resume is False:
             configured = self.args.load_dir or self.args.load_filename
             return self._load_configured(required=True) if configured else Checkpoint()
@@ -297,7 +302,7 @@ class CheckpointFinder:
         if real_path(elsewhere) == real_path(self._save_dir):
             return None
         self._check_not_deleting(self._save_dir)
-        found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor, self._run_id)
+        found = read_newest(self._save_dir, self.args.file_prefix, self._log, monitor, self._run_id, self._read)
         return None if found is None else self._loaded(*found)
 
     def _load_configured(self, required: bool) -> Checkpoint:
@@ -309,12 +314,12 @@ class CheckpointFinder:
 
     def _load_named(self, path: Path) -> Checkpoint:
         self._check_not_deleting(path.parent)
-        return self._loaded(path, read_checkpoint(path))
+        return self._loaded(path, self._read(path))
 
     def _load_best(self, directory: Path, prefix: str, monitor: Monitor) -> Checkpoint:
         self._check_not_deleting(directory)
         run_id = self._run_in(directory)
-        found = read_newest(directory, prefix, self._log, monitor, run_id)
+        found = read_newest(directory, prefix, self._log, monitor, run_id, self._read)
         if found is not None:
             return self._loaded(*found)
         candidates = checkpoints_of_run(directory, prefix, run_id)
@@ -330,7 +335,7 @@ class CheckpointFinder:
         self._check_not_deleting(directory)
         prefix = self.args.file_prefix if prefix is None else prefix
         run_id = self._run_in(directory)
-        found = read_newest(directory, prefix, self._log, run_id=run_id)
+        found = read_newest(directory, prefix, self._log, run_id=run_id, read=self._read)
         if found is not None:
             return self._loaded(*found)
         intact = [info for info in scan(directory).intact if info.kind == "checkpoint"]
@@ -354,7 +359,7 @@ class CheckpointFinder:
         return Checkpoint()
 
     def _loaded(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
-        self.found_in = path.parent
+        self.found = path
         self._log(logging.INFO, f"loaded {path}")
         return checkpoint
 

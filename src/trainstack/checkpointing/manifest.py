@@ -24,8 +24,12 @@ MODEL_FILE = "model.safetensors"
 STATE_FILE = "state.safetensors"
 TREE_FILE = "state.json"
 INDEX_FILE = "index.json"
+SIGNATURE_FILE = "SIGNATURE.json"
+"""The signature over all other files of the folder, which the manifest does not list."""
 FORMAT = "trainstack-checkpoint"
 FORMAT_VERSION = 2
+SHARDED_VERSION = 3
+"""The version of checkpoints of which each rank has written its own rows."""
 
 MAX_VALUES = 500_000
 """How many values a manifest may hold. One has some hundreds; a scan of a directory parses them all."""
@@ -36,11 +40,45 @@ _SELF_HASH = "manifest_xxh3_128"
 _TAIL = re.compile(rb',\n "' + _SELF_HASH.encode() + rb'": "([0-9a-f]{32})"\n}\n\Z')
 _CREATED = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\+00:00")
 _RANK_FILE = re.compile(r"rank-([0-9]{5})\.(json|safetensors)")
+WEIGHT_MAP_FILE = "model.safetensors.index.json"
+"""Says of an export in several files in which one each tensor lies, as `from_pretrained` reads it."""
+_EXPORT_FILE = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
+_SHARD_FILE = re.compile(r"(model|state)\.rank-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
 
 def rank_file(rank: int, suffix: str) -> str:
     """Return the name of a rank's file: `suffix` is "json" or "safetensors"."""
     return f"rank-{rank:05d}.{suffix}"
+
+
+def shard_file(part: str, rank: int, size: int) -> str:
+    """Return the name of the file with a rank's rows of "model" or "state"; the first rank has the number 1 there."""
+    return f"{part}.rank-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def export_file(number: int, count: int) -> str:
+    """Return the name of a file of an export in several; the first has the number 1."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def is_shard_file(file: str) -> bool:
+    """Say whether `file` is the name of a file with the rows of one rank."""
+    return _SHARD_FILE.fullmatch(file) is not None
+
+
+def is_part_of(file: str, whole_file: str) -> bool:
+    """Say whether `file` is `MODEL_FILE` or `STATE_FILE`, as `whole_file` says, or one of several in place of it."""
+    match = _SHARD_FILE.fullmatch(file)
+    if file == whole_file or (match is not None and f"{match[1]}.safetensors" == whole_file):
+        return True
+    return whole_file == MODEL_FILE and _EXPORT_FILE.fullmatch(file) is not None
+
+
+def model_hash(content: Manifest) -> str:
+    """Return a hash of the files with the module's tensors: that of the one file, or over those of all."""
+    files = sorted(name for name in content.files if is_part_of(name, MODEL_FILE))
+    hashes = [content.files[name].hash for name in files]
+    return hashes[0] if files == [MODEL_FILE] else digest("\n".join(hashes).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +97,7 @@ class Manifest:
         files: sizes and hashes of all other files.
         hash: the hash algorithm of this checkpoint.
         root: the hash over all chunks of all tensors, equal for equal tensors of equal names; None without an index.
+        lineage: what `integrity.lineage.Lineage.to_json` makes; None in manifests of older versions.
         format_version: of the format.
     """
 
@@ -75,7 +114,13 @@ class Manifest:
     files: dict[str, FileRecord]
     hash: str = ALGORITHM
     root: str | None = None
+    lineage: Json = None
     format_version: int = FORMAT_VERSION
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has written its own rows."""
+        return self.format_version == SHARDED_VERSION
 
     @property
     def size(self) -> int:
@@ -126,7 +171,7 @@ def render(manifest: Manifest) -> bytes:
         CheckpointError: the manifest is larger than what is read.
     """
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
-    body["format_version"] = FORMAT_VERSION
+    body["format_version"] = SHARDED_VERSION if manifest.is_sharded else FORMAT_VERSION
     data = _render(body)
     if len(data) > MAX_SMALL_BYTES or _count_values(data) > MAX_VALUES:
         raise CheckpointError(
@@ -183,12 +228,12 @@ def parse(data: bytes, path: Path) -> Manifest:
         version = body.get("format_version")
         if type(version) is not int or version < 1:
             raise ValueError(f"its format version is {short(version)}")
-        if version <= FORMAT_VERSION:
+        if version <= max(FORMAT_VERSION, SHARDED_VERSION):
             return _validated(body, version)
     except (ValueError, RecursionError, CheckpointDamagedError) as error:
         raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint: {error}.") from error
     raise CheckpointMismatchError(
-        f"{path} has format version {short(version)}; this trainstack reads versions up to {FORMAT_VERSION}. "
+        f"{path} has format version {short(version)}; this trainstack reads versions up to {SHARDED_VERSION}. "
         "Upgrade trainstack to load it."
     )
 
@@ -215,13 +260,29 @@ def _check_names(content: Manifest) -> None:
     allowed = {*required, MODEL_FILE, STATE_FILE}
     if content.kind == "begin":
         required = allowed = set()
+    if content.is_sharded:
+        required = required | ({WEIGHT_MAP_FILE} if content.kind == "model" else set())
+        allowed = required
+        _check_shards(content)
     for name in content.files:
         of_rank = content.kind == "checkpoint" and content.format_version > 1 and _RANK_FILE.fullmatch(name)
-        if name not in allowed and not of_rank:
+        if name not in allowed and not of_rank and not (content.is_sharded and _shard_of(content.kind, name)):
             raise ValueError(f"{short(name)} is no file of a {content.kind}")
     missing = sorted(required - content.files.keys())
     if missing:
         raise ValueError(f"it does not list {missing[0]}")
+
+
+def _check_shards(content: Manifest) -> None:
+    if content.kind == "begin":
+        raise ValueError("the beginning of a run has no files")
+    found = [match.groups()[-2:] for name in content.files if (match := _shard_of(content.kind, name))]
+    if len({count for _, count in found}) > 1 or any(not 1 <= int(number) <= int(count) for number, count in found):
+        raise ValueError("the names of its files speak of different numbers of files")
+
+
+def _shard_of(kind: str, name: str) -> re.Match[str] | None:
+    return (_EXPORT_FILE if kind == "model" else _SHARD_FILE).fullmatch(name)
 
 
 def _check_values(content: Manifest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from trainstack.checkpointing.decoding import StateDecoder
 from trainstack.checkpointing.format import MODEL_STATE, RANK_STATES, STATES, Json
 from trainstack.checkpointing.index import FileIndex
 from trainstack.checkpointing.manifest import Manifest, decode_plain
-from trainstack.checkpointing.tensorfile import map_tensors, read_placeholders, read_tensors
+from trainstack.checkpointing.sharded.stored_tensors import StoredTensors, files_of
+from trainstack.checkpointing.tensorfile import defer_tensors, map_tensors, read_placeholders, read_tensors
 from trainstack.checkpointing.verification import open_checkpoint, rank_count, read_index, read_json
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
@@ -39,25 +41,57 @@ def read_checkpoint(path: str | os.PathLike[str], *, mapped: bool = False) -> Ch
         CheckpointDamagedError: naming the file and the fault.
         CheckpointMismatchError: a model export, a single file, or of an older format or a newer trainstack.
     """
-    root, content = _open_states(path)
+    return _read(*_open_states(path), _Reader(map_tensors if mapped else read_tensors))
+
+
+def read_deferred(path: str | os.PathLike[str], *, verified: bool = False) -> Checkpoint:
+    """As `read_checkpoint`, but large tensors are a `DeferredTensor`: read, and compared again, where they are used.
+
+    All files are compared with their hashes first, unless another process has `verified` them.
+    """
+    return _read(*_open_states(path), _deferring(verified))
+
+
+def _deferring(verified: bool) -> _Reader:
+    return _Reader(partial(defer_tensors, verified=verified), partial(StoredTensors.deferred, verified=verified))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """How tensors are read.
+
+    Attributes:
+        file: those of a file, with its record and index.
+        rows: those whose rows lie in several files.
+    """
+
+    file: Callable[[Path, FileRecord, FileIndex | None], dict[str, torch.Tensor]]
+    rows: Callable[[StoredTensors], dict[str, torch.Tensor]] = StoredTensors.read_all
+
+
+_OUTLINE = _Reader(read_placeholders, StoredTensors.placeholders)
+
+
+def _read(root: Path, content: Manifest, read: _Reader) -> Checkpoint:
     if content.kind != "checkpoint":
         raise CheckpointMismatchError(
             f"{root} is a model export; it holds no optimizer, trainer or backend "
             "state to resume from. Name a checkpoint, or load the weights with read_model() and load_state_dict()."
         )
-    if content.format_version < manifest.FORMAT_VERSION:
+    if content.format_version == 1:
         raise CheckpointMismatchError(
             f"{root} has format version {content.format_version} (trainstack {content.versions.get('trainstack')}); "
-            f"this trainstack resumes from version {manifest.FORMAT_VERSION}, which stores states by name. Its weights "
+            f"this trainstack resumes from version 2, which stores states by name. Its weights "
             f"load: write TrainerArguments(init_weights_from={str(root)!r}) without resume, or read_model(path)."
         )
-    states = _Files(root, content, map_tensors if mapped else read_tensors).states()
+    states = _Files(root, content, read).states()
     return Checkpoint(
         **states,
         plan=decode_plain(content.plan),
         metadata=decode_plain(content.metadata),
         global_step=content.global_step,
         run_id=content.run_id,
+        lineage=content.lineage if isinstance(content.lineage, dict) else None,
     )
 
 
@@ -66,8 +100,17 @@ def read_model(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[st
 
     Of a checkpoint it reads no other state. It may be of an older format.
     """
+    return _read_model(path, _Reader(map_tensors if mapped else read_tensors))
+
+
+def read_deferred_model(path: str | os.PathLike[str], *, verified: bool = False) -> Checkpoint:
+    """As `read_deferred`, of an export or a checkpoint, with the state of the module alone."""
+    return Checkpoint(module_interface_state=_read_model(path, _deferring(verified)))
+
+
+def _read_model(path: str | os.PathLike[str], reader: _Reader) -> dict[str, Any]:
     root, content = _open_states(path)
-    state = _Files(root, content, map_tensors if mapped else read_tensors).model()
+    state = _Files(root, content, reader).model()
     if state is None:
         raise CheckpointMismatchError(f"{root} holds no model state. Name another checkpoint.")
     return state
@@ -80,7 +123,7 @@ def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[
     stand for them.
     """
     root, content = _open_states(path)
-    files = _Files(root, content, read_tensors if tensors else read_placeholders)
+    files = _Files(root, content, _Reader(read_tensors) if tensors else _OUTLINE)
     return content, ({MODEL_STATE: files.model()} if content.kind == "model" else files.states())
 
 
@@ -97,7 +140,7 @@ class _Files:
 
     root: Path
     content: Manifest
-    read: Callable[[Path, FileRecord, FileIndex | None], dict[str, torch.Tensor]]
+    read: _Reader
 
     def model(self) -> dict[str, Any] | None:
         """The state of the module alone."""
@@ -123,9 +166,17 @@ class _Files:
     def _decoder(self, hashes: Mapping[str, FileIndex], *files: str) -> StateDecoder:
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            if file in self.content.files:
-                tensors |= self.read(self.root / file, self.content.files[file], hashes.get(file))
-        return StateDecoder(tensors, outline=self.read is read_placeholders)
+            if self.content.is_sharded:
+                tensors |= self._joined(hashes, file)
+            elif file in self.content.files:
+                tensors |= self.read.file(self.root / file, self.content.files[file], hashes.get(file))
+        return StateDecoder(tensors, outline=self.read is _OUTLINE)
+
+    def _joined(self, hashes: Mapping[str, FileIndex], whole_file: str) -> dict[str, torch.Tensor]:
+        """The tensors whose rows lie in the files of several ranks."""
+        stored = StoredTensors(self.root, self.content, hashes, files_of(self.content, whole_file))
+        stored.check_headers()
+        return self.read.rows(stored)
 
     def _state(self, decoder: StateDecoder, tree: Mapping[str, Json], name: str) -> dict[str, Any] | None:
         try:

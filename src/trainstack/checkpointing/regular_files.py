@@ -11,7 +11,7 @@ from trainstack.errors import CheckpointDamagedError
 
 
 def drop_pages(path: Path) -> None:
-    """Make the system forget the pages of a regular file. It forgets only what is on the disk already."""
+    """Make the system forget the pages of a regular file. It forgets only pages that are already on disk."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), open_regular(path) as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

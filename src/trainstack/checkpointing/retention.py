@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -118,6 +119,12 @@ def verify_once(path: Path) -> str | None:
     if known is None or known[0] != mark:
         known = _verified[path] = mark, read_back(path)
     return known[1]
+
+
+def note_verified(path: Path, problem: str | None) -> None:
+    """Let `verify_once` know what another reading of the checkpoint at `path` has found."""
+    with suppress(OSError):
+        _verified[path] = version_of(os.stat(path / MANIFEST)), problem
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:

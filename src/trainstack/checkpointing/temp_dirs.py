@@ -26,7 +26,7 @@ _claimed: set[str] = set()
 
 
 def claim_temp_dir(directory: Path, mark: str, name: str) -> Path:
-    """Return a path in `directory` that nobody has; `release_temp_dir` it when done."""
+    """Return a new path in `directory`; call `release_temp_dir` when done."""
     token = uuid.uuid4().hex
     _claimed.add(token)
     return directory / f"{mark}{name}-{_host()}-{os.getpid()}-{token}"
@@ -58,12 +58,12 @@ def discard_dir(path: Path) -> None:
 
 
 def clear_temp_dirs(directory: Path) -> None:
-    """Clear `directory` of what dead writers left; a replaced directory without successor is put back."""
+    """Remove the files of dead writers from `directory`; a replaced directory without successor is restored."""
     for path in sorted(directory.glob(".*")):
         name = original_name(path)
         if name is None or not path.is_dir() or not _is_dead(path):
             continue
-        with suppress(OSError):  # what cannot be cleared now is left for the next time
+        with suppress(OSError):  # the next call tries again
             if path.name.startswith(REPLACED) and not (directory / name).exists():
                 filesystem.rename(path, directory / name)
             else:

@@ -1,19 +1,20 @@
 """Tensor files in the safetensors format, hashed in the same pass that writes or reads them.
 
-The format is a header, which `index.py` writes and reads, and the bytes of the tensors. Written by hand because the
-safetensors package offers no way to hash what it writes or to decode what was hashed without a further copy of
-everything.
+The format is a header, which `index.py` writes and reads, and the bytes of the tensors. It does not use the
+safetensors package, which cannot hash the bytes that it writes, or decode hashed bytes without a further copy of all of
+them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from trainstack._deferred import DeferredTensor, whole
 from trainstack.checkpointing.checksums import (
     CHUNK_BYTES,
     CheckedReader,
@@ -35,56 +36,84 @@ RawTensor = tuple[str, torch.dtype, list[int]]
 """Name, dtype and shape of a tensor in a file."""
 
 
+Rows = tuple[list[int], int]
+"""The shape of a whole tensor, and the first row of a run of its rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPart:
     """The tensors of one file, in its order.
 
     `tensors` may be an iterator that makes one tensor after the other: a file is written with one of them in memory.
-    It has to give what `layout` names, in that order.
+    It has to yield the tensors of `layout`, in that order. `rows` has the rows of its tensors for a file of format
+    version 3.
     """
 
     layout: list[RawTensor]
     tensors: Iterable[tuple[str, torch.Tensor]]
+    rows: Mapping[str, Rows] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> TensorPart:
-        """The part of tensors that exist already."""
+    def of(cls, tensors: Mapping[str, torch.Tensor], rows: Mapping[str, Rows] | None = None) -> TensorPart:
+        """The part of tensors that exist already; of format version 3 with their `rows`."""
         # wide elements first: so each tensor is aligned, as readers that map the file need it
         ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-        return cls([(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered], ordered)
+        return cls([(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered], ordered, rows)
 
     @property
     def size(self) -> int:
         """About the bytes of the file and of its part of the index."""
         tensors = [(name, _byte_count(dtype, shape)) for name, dtype, shape in self.layout]
-        about = sum(2 * len(name) + 256 for name, _ in tensors)  # dtype, shape, offsets and a hash beside a name
+        about = sum(2 * len(name) + 256 for name, _ in tensors)  # dtype, shape, offsets and a hash for each name
         return about + sum(size + 64 * (size // CHUNK_BYTES) for _, size in tensors)
 
 
-def write_tensors(writer: FileWriter, part: TensorPart) -> FileIndex:
-    """Write the tensors and return their hashes; one at a time is brought to the CPU and made contiguous."""
+OnPiece = Callable[[str, TensorEntry, int, memoryview], None]
+"""Takes the name of a tensor, its entry, the first byte of a piece in the whole tensor, and the bytes."""
+
+
+def write_tensors(writer: FileWriter, part: TensorPart, on_piece: OnPiece | None = None) -> FileIndex:
+    """Write the tensors and return their hashes; one at a time is brought to the CPU and made contiguous.
+
+    Args:
+        writer: of the file.
+        part: the tensors.
+        on_piece: called with each chunk.
+    """
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints can only be written and read on little-endian machines.")
-    entries = _entries(part.layout)
+    entries = _entries(part.layout, part.rows)
     header = render_header(entries)
     writer.write(header)
     given = iter(part.tensors)
     for name, entry in entries.items():
         found, tensor = next(given, _NOTHING)
-        flat = tensor.detach().resolve_conj().resolve_neg()
-        plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
-        data = _bytes_of(plain) if plain.numel() else memoryview(b"")
-        if found != name or len(data) != entry.size:
+        if found != name:
             raise CheckpointError(f"the tensors do not come as the layout says: {name!r} was due, {found!r} came.")
-        for first, end in ranges(len(data) // entry.item_size, entry.item_size):
-            piece = data[first * entry.item_size : end * entry.item_size]
-            entry.chunks[f"{first}:{end}"] = digest(piece)
-            writer.write(piece)
+        _write_tensor(writer, name, entry, tensor, on_piece)
     return FileIndex(digest(header), entries)
 
 
+def _write_tensor(
+    writer: FileWriter, name: str, entry: TensorEntry, tensor: torch.Tensor, on_piece: OnPiece | None
+) -> None:
+    """Write a tensor; a deferred one has memory until this returns."""
+    flat = whole(tensor).detach().resolve_conj().resolve_neg()
+    plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
+    data = _bytes_of(plain) if plain.numel() else memoryview(b"")
+    if len(data) != entry.size:
+        raise CheckpointError(f"the tensors do not come as the layout says: {name!r} has {len(data)} bytes.")
+    start = entry.start
+    for first, end in entry.spans():
+        piece = data[first - start : end - start]
+        entry.chunks[entry.key((first, end))] = entry.digest_at(first)(piece)
+        if on_piece is not None:
+            on_piece(name, entry, first, piece)
+        writer.write(piece)
+
+
 def read_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, each in memory of its own on the CPU, in the file's order.
+    """Return the tensors of a file, each in separate memory on the CPU, in the file's order.
 
     Args:
         path: of the file.
@@ -101,25 +130,103 @@ def read_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dic
 
 
 def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
-    """As `read_tensors`, but the tensors are the mapped file; a page that is written to becomes memory of its own."""
+    """As `read_tensors`, but the tensors are the mapped file; a page becomes private memory when it is written to."""
     if index is None:
         check_file(path, record)
     with open_recorded(path, record.size) as reader:
+        return _map_all(reader, index)
+
+
+DEFERRED_BYTES = 1 << 16
+"""Tensors of more bytes are read where they are used."""
+
+
+def defer_tensors(
+    path: Path, record: FileRecord, index: FileIndex | None, *, verified: bool = False
+) -> dict[str, torch.Tensor]:
+    """As `read_tensors`, but tensors of more than `DEFERRED_BYTES` bytes are a `DeferredTensor`.
+
+    All bytes are compared with their hashes now, unless they were `verified` already. Later reads are compared again.
+    The file must not move as long as the tensors are used.
+    """
+    if index is None:
+        return read_tensors(path, record, index)
+    with open_recorded(path, record.size) as reader:
+        tensors, targets = dict[str, torch.Tensor](), dict[str, memoryview]()
         layout = _layout(reader, index)
-        start, tensors = reader.position, {}
-        mapping = reader.map(index.chunks(start) if index else [])
-    for name, dtype, shape in layout:
-        size = _byte_count(dtype, shape)
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
-        tensors[name] = flat.view(dtype).reshape(shape)
-        start += size
+        start = reader.position
+        for name, dtype, shape in layout:
+            size = _byte_count(dtype, shape)
+            if size > DEFERRED_BYTES:
+                place = _StoredTensor(path, record.size, name, start, index.tensors[name])
+                tensors[name] = DeferredTensor(shape, dtype, place.read, place.read_rows)
+            else:
+                tensors[name] = torch.empty(shape, dtype=dtype)
+                targets |= {name: _bytes_of(tensors[name])} if size else {}
+            start += size
+        chunks = index.chunks(reader.position, targets)
+        reader.read_chunks((chunk for chunk in chunks if chunk.target is not None) if verified else chunks)
     return tensors
 
 
-def read_unverified_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file that no manifest speaks for; otherwise as `read_tensors`."""
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """A tensor in a file, and its entry in the index."""
+
+    path: Path
+    file_size: int
+    name: str
+    start: int
+    entry: TensorEntry
+
+    def read(self) -> torch.Tensor:
+        """The tensor, in separate memory.
+
+        Raises:
+            CheckpointDamagedError: the file is not there any more, or is not as it was written.
+        """
+        return self._read(0, self.entry.shape[0])
+
+    def read_rows(self, first: int, end: int) -> torch.Tensor:
+        """Rows `first` to before `end`; other rows are read as far as they share a chunk with these."""
+        return self._read(first, end)
+
+    def _read(self, first: int, end: int) -> torch.Tensor:
+        entry = self.entry
+        made = torch.empty([end - first, *entry.shape[1:]], dtype=BY_NATIVE_NAME[entry.dtype])
+        if not made.numel():
+            return made
+        row = entry.size // entry.shape[0]
+        target, begin, over = _bytes_of(made), first * row, end * row
+        edges = list[tuple[Chunk, int]]()
+
+        def wanted() -> Iterator[Chunk]:
+            for chunk in FileIndex("", {self.name: entry}).chunks(self.start):
+                place = chunk.start - self.start
+                if place >= over or place + chunk.size <= begin:
+                    continue
+                if begin <= place and place + chunk.size <= over:
+                    yield replace(chunk, target=target[place - begin : place - begin + chunk.size])
+                else:
+                    edges.append((replace(chunk, target=memoryview(bytearray(chunk.size))), place))
+                    yield edges[-1][0]
+
+        with open_recorded(self.path, self.file_size) as reader:
+            reader.read_chunks(wanted())
+        for chunk, place in edges:
+            assert chunk.target is not None
+            low, high = max(place, begin), min(place + chunk.size, over)
+            target[low - begin : high - begin] = chunk.target[low - place : high - place]
+        return made
+
+
+def read_unverified_tensors(path: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file that no manifest speaks for.
+
+    Otherwise as `read_tensors`, or, if `mapped`, as `map_tensors`.
+    """
     with open_recorded(path, None) as reader:
-        return _read_all(reader, None)
+        return _map_all(reader, None) if mapped else _read_all(reader, None)
 
 
 def read_placeholders(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
@@ -127,6 +234,21 @@ def read_placeholders(path: Path, record: FileRecord, index: FileIndex | None) -
     with open_recorded(path, record.size) as reader:
         layout = _layout(reader, index)
         return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
+
+
+def _map_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch.Tensor]:
+    layout = _layout(reader, index)
+    start, tensors = reader.position, {}
+    mapping = reader.map(index.chunks(start) if index else [])
+    for name, dtype, shape in layout:
+        size = _byte_count(dtype, shape)
+        if start % dtype.itemsize:  # files of others need not be aligned
+            flat = torch.frombuffer(bytearray(mapping[start : start + size]), dtype=torch.uint8)
+        else:
+            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
+        tensors[name] = flat.view(dtype).reshape(shape)
+        start += size
+    return tensors
 
 
 def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch.Tensor]:
@@ -167,10 +289,14 @@ def _byte_count(dtype: torch.dtype, shape: list[int]) -> int:
     return count
 
 
-def _entries(layout: list[RawTensor]) -> dict[str, TensorEntry]:
-    """The entries of the index, still without hashes; what safetensors does not know is a row of bytes there."""
+def _entries(layout: list[RawTensor], rows: Mapping[str, Rows] | None) -> dict[str, TensorEntry]:
+    """The entries of the index, still without hashes; a dtype that safetensors lacks is a row of bytes there."""
     entries = {}
     for name, dtype, shape in layout:
         native = NATIVE.get(dtype)
-        entries[name] = TensorEntry(native or "U8", shape if native else [_byte_count(dtype, shape)], {})
+        stored = shape if native else [_byte_count(dtype, shape)]
+        whole, first = (None, 0) if rows is None else rows[name]
+        if whole is not None and not native:
+            whole, first = [_byte_count(dtype, whole)], first * _byte_count(dtype, whole[1:])
+        entries[name] = TensorEntry(native or "U8", stored, {}, whole, first)
     return entries

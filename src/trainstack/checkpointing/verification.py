@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainstack._files import local_path
 from trainstack.checkpointing import index, manifest
-from trainstack.checkpointing.checksums import read_file
+from trainstack.checkpointing.checksums import PaceFn, read_file
 from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
@@ -36,29 +36,29 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     return info_of(root, content)
 
 
-def read_back(path: Path) -> str | None:
+def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
     """What is wrong with the checkpoint or export at `path`; None if nothing is.
 
     As `verify_checkpoint`, but of the bytes that are on the disk rather than those that the system still has. Where the
-    system cannot drop its pages, it compares those.
+    system cannot drop its pages, it compares those. `pace` is called before tensors are read.
     """
     try:
         for file in path.iterdir():
             drop_pages(file)
-        verify_checkpoint(path)
+        verify_files(*open_checkpoint(path), pace)
     except (OSError, CheckpointError) as error:
         return str(error)
     return None
 
 
-def verify_files(root: Path, content: Manifest) -> None:
+def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> None:
     """Compare all files in `root` with its manifest `content`; raises as `verify_checkpoint`."""
     if content.kind == "begin":
         return
     hashes = read_index(root, content)
     for file, record in content.files.items():
         if file.endswith(TENSORS):
-            check_tensors(root / file, record, hashes.get(file))
+            check_tensors(root / file, record, hashes.get(file), pace)
         elif file != manifest.INDEX_FILE:
             read_json(root, content, file)
     if content.kind == "checkpoint":
@@ -99,9 +99,16 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 def hint_of_pickles(folder: Path) -> str:
     """A sentence for a folder without checkpoint that holds files which torch.save may have written; else ""."""
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(PICKLE_SUFFIXES))
+        entries = sorted(entry.name for entry in os.scandir(folder))
     except OSError:
         return ""
+    if ".metadata" in entries and any(name.endswith(".distcp") for name in entries):
+        return (
+            " It holds a distributed checkpoint of torch, whose metadata is a pickle, and pickles are never read "
+            f"unasked. Convert it with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
+            "weights.pt', and read the result with load_torch_weights('weights.pt')."
+        )
+    names = [name for name in entries if name.lower().endswith(PICKLE_SUFFIXES)]
     if not names:
         return ""
     return (
@@ -125,16 +132,21 @@ def read_json(root: Path, content: Manifest, file: str) -> dict[str, Json]:
 
 
 def read_index(root: Path, content: Manifest) -> dict[str, FileIndex]:
-    """The hashes of the tensor files; none for format version 1."""
+    """The hashes of the tensor files; none for format version 1. In version 3 a tensor lies in several files."""
     if content.format_version == 1:
         return {}
-    path = root / manifest.INDEX_FILE
-    found = index.parse(read_file(path, content.files[manifest.INDEX_FILE]), path)
+    path, joined = root / manifest.INDEX_FILE, None
+    data = read_file(path, content.files[manifest.INDEX_FILE])
+    if content.is_sharded:
+        found, joined = index.parse_sharded(data, path)
+        names = []  # a tensor lies in several files, which `parse_sharded` has compared
+    else:
+        found = index.parse(data, path)
+        names = [name for file in found.values() for name in file.tensors]
     recorded = {file: record.hash for file, record in content.files.items() if file.endswith(TENSORS)}
-    names = [name for file in found.values() for name in file.tensors]
     if recorded != {file: entry.combined for file, entry in found.items()} or len(names) != len(set(names)):
         raise CheckpointDamagedError(f"{path} does not agree with {manifest.FILE_NAME}. Load another checkpoint.")
-    if index.root_of(found.values()) != content.root:
+    if index.root_of(found.values(), joined) != content.root:
         raise CheckpointDamagedError(f"{path} has another root than {manifest.FILE_NAME}. Load another checkpoint.")
     return found
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
@@ -13,11 +12,11 @@ import torch
 from torch import nn
 
 from trainstack._files import local_path
-from trainstack.checkpointing.difference import describe, differences
+from trainstack.checkpointing.difference import differences
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.encoding import tensor_identity
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.pretrained.companions import exported_state
+from trainstack.checkpointing.pretrained.matching import WarmStartReport, match_weights
 from trainstack.checkpointing.pretrained.reading import folder_of_hub_id, read_file, read_folder
 from trainstack.checkpointing.reading import read_model
 from trainstack.checkpointing.writing import write_model
@@ -46,6 +45,7 @@ def export_model(
     overwrite: bool = False,
     part: str = ...,
     card: Mapping[str, Any] | None = ...,
+    max_shard_size: int | str | None = ...,
 ) -> Path: ...
 
 
@@ -60,6 +60,7 @@ def export_model(
     overwrite: bool = False,
     part: str = "",
     card: Mapping[str, Any] | None = None,
+    max_shard_size: int | str | None = None,
 ) -> Path | None:
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
@@ -73,7 +74,7 @@ def export_model(
             tensors alone, in the safetensors format.
         plan: of the training, for the manifest and the README.
         global_step: global steps behind these weights, skipped ones included.
-        metadata: whatever else is worth knowing. Plain values, one level of dicts.
+        metadata: further information. Plain values, one level of dicts.
         run_id: of the run that trained the weights, for the manifest.
         overwrite: replace an export of another state at `path`, whole or not at all, and delete all files in it.
         part: of the module, such as `"model"`, whose weights are written under their own names; by default all of it.
@@ -81,6 +82,9 @@ def export_model(
             is written as well, so that its `from_pretrained` reads the folder. Of a `PeftModel` the adapters alone are
             written, as its `save_pretrained` does.
         card: fields for the README's front matter, the metadata of a model card, such as `{"license": "mit"}`.
+        max_shard_size: write the tensors of a larger state into several files, `model-00001-of-00003.safetensors` and
+            so on, with a `model.safetensors.index.json` that `from_pretrained` reads. A number of bytes, `"5GB"` or
+            `"500MiB"`. A larger tensor has a file for itself.
 
     Returns:
         The absolute path; None for a file.
@@ -98,11 +102,12 @@ def export_model(
         _write_tensors(_state_of_part(state, owner, part), path)
         return None
     about: dict[str, Any] = {"plan": plan, "global_step": global_step, "metadata": metadata, "run_id": run_id}
+    about["max_shard_size"] = max_shard_size
     return write_export(state, path, owner=owner, part=part, card=card, overwrite=overwrite, **about)
 
 
 def find_part(module: nn.Module, part: str) -> nn.Module:
-    """The submodule `part` of `module`, inside what `torch.compile` may have wrapped it in; "" for `module` itself.
+    """The submodule `part` of `module`, without a wrapper of `torch.compile`; "" for `module` itself.
 
     Raises:
         ConfigurationError: there is none; the message has the names that there are.
@@ -168,7 +173,7 @@ def _write_tensors(state: Mapping[str, Any], file: BinaryIO) -> None:
             f"export_model to a file: {', '.join(map(repr, others[:3]))} are no tensors, and a safetensors file holds "
             "nothing else. Give the path of a folder, or a dict of the tensors."
         )
-    from safetensors.torch import save  # the library writes its own files by itself
+    from safetensors.torch import save  # the library writes its files with its own code
 
     # copies, since the format refuses tensors that share memory, as tied weights do
     file.write(save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()}))
@@ -201,18 +206,18 @@ def push_to_hub(
 ) -> str:
     """Upload the export at `path` to the model repository `repo_id`, in one commit.
 
-    The repository is made if it does not exist. What is uploaded is the folder that `export_model` and `Trainer.export`
+    The repository is made if it does not exist. The upload is the folder that `export_model` and `Trainer.export`
     write; files of other names in the repository stay.
 
     Args:
         path: of the export.
         repo_id: such as `"me/my-model"`.
         commit_message: first line of the commit.
-        private: whether a repository that is made now is; None for what the account has set.
+        private: whether a repository that is made now is; None for the setting of the account.
         revision: the branch; the main one if None.
         token: of the account; by default that of `hf auth login` or of HF_TOKEN.
         endpoint: the server's URL; by default HF_ENDPOINT or the public Hub.
-        allow_checkpoint: upload a checkpoint too, which holds optimizers, counters and history besides the weights.
+        allow_checkpoint: upload a checkpoint too, which holds optimizers, counters and history as well as the weights.
 
     Returns:
         The URL of the commit.
@@ -243,16 +248,16 @@ def push_to_hub(
 
 _NESTINGS = ("state_dict", "model_state_dict", "module_interface_state", "model", "module", "weights")
 _WRAPPERS = ("module.", "_orig_mod.")
-"""What `DistributedDataParallel` and `torch.compile` put before each name."""
+"""The prefixes of names under `DistributedDataParallel` and `torch.compile`."""
 
 
 def load_torch_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") -> dict[str, torch.Tensor]:
     """Read the tensors of a `.pt`, `.pth`, `.bin` or `.ckpt` file by `torch.load(weights_only=True)`.
 
-    Nothing that the file names is imported or called. A state dict that lies under `state_dict`, `model_state_dict`,
-    `module_interface_state`, `model`, `module` or `weights` is found there. The prefixes `module.` and `_orig_mod.`,
-    which wrappers add, are taken off if every name has them; `model.` is a part of a model as often as not, and is only
-    taken off if `strip_prefix` says so.
+    Nothing that the file names is imported or called. A state dict that is stored under `state_dict`,
+    `model_state_dict`, `module_interface_state`, `model`, `module` or `weights` is found there. The prefixes `module.`
+    and `_orig_mod.` of wrappers are removed if every name has them. `model.` may be a part of the model, so it is
+    removed only with `strip_prefix`.
 
     Args:
         path: of the file.
@@ -311,47 +316,6 @@ def _strip_prefix(tensors: dict[str, torch.Tensor], prefix: str, file: Path) -> 
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartReport:
-    """What became of each tensor; `str(report)` says it in words.
-
-    Attributes:
-        source: where the weights came from.
-        loaded: names that the model took, those of tied tensors included.
-        missing: names of the model that the source lacks; they are as the model was built.
-        unexpected: names of the source that the model lacks.
-        mismatched: names of both with another shape or kind of dtype, each with what the source and the model have;
-            they are as the model was built.
-        part: the child of the model that took the weights, such as "model"; "" for the model itself. Names but those in
-            `unexpected` are the model's, with this prefix.
-    """
-
-    source: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: Mapping[str, str]
-    part: str = ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every tensor of the source has its place in the model, and the reverse."""
-        return not (self.missing or self.unexpected or self.mismatched)
-
-    def __str__(self) -> str:
-        count = len(self.loaded)
-        into = f" into {self.part!r}" if self.part else ""
-        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}{into}"]
-        if self.missing:
-            parts.append(f"{len(self.missing)} missing there stay as they were built: {_format_names(self.missing)}")
-        if self.unexpected:
-            parts.append(f"{len(self.unexpected)} there have no place in the model: {_format_names(self.unexpected)}")
-        if self.mismatched:
-            words = [f"{name} ({what})" for name, what in self.mismatched.items()]
-            parts.append(f"{len(words)} do not fit and stay as they were built: {_format_names(words)}")
-        return "; ".join(parts)
-
-
 def warm_start(
     model: nn.Module,
     source: str | os.PathLike[str] | Mapping[str, Any],
@@ -359,17 +323,17 @@ def warm_start(
     strict: bool = False,
     name: str | None = None,
 ) -> WarmStartReport:
-    """Load into `model` what fits by name and shape, and report the rest.
+    """Load the tensors that match `model` by name and shape, and report the rest.
 
     Where nothing fits `model` itself, and exactly one of its children, or else of their children, takes tensors of
     these names, the weights go there. So the weights of a network fit the `SupervisedModule` around it.
 
     Args:
         model: any module; its other tensors stay as they are.
-        source: a checkpoint, a file `last` or `best` beside it, an export, a folder of `save_pretrained`, a
+        source: a checkpoint, a file `last` or `best` next to it, an export, a folder of `save_pretrained`, a
             `.safetensors` file, a `.safetensors.index.json`, the id of a model that is in the cache of
             `huggingface_hub`, or tensors by name.
-        strict: refuse what does not fit in every name and shape.
+        strict: refuse weights that do not match in every name and shape.
         name: of the source, for the report; by default its path.
 
     Raises:
@@ -381,50 +345,15 @@ def warm_start(
     said = name or ("the given tensors" if isinstance(source, Mapping) else os.fspath(source))
     given = flat_tensors(source) if isinstance(source, Mapping) else read_weights(source)
     own = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    part = _part_that_fits(model, given, own)
-    if part is None:
-        raise CheckpointMismatchError(_nothing_fits(model, given, own, said))
-    prefix = f"{part}." if part else ""
-    weights = {f"{prefix}{key}": value for key, value in given.items()}
-    mismatched = {
-        key: f"{describe(weights[key])} there, {describe(own[key])} in the model"
-        for key in own
-        if key in weights and not _fits(weights[key], own[key])
-    }
-    fitting = {key: weights[key] for key in own if key in weights and key not in mismatched}
-    taken = {tensor_identity(own[key]) for key in fitting}  # a tied tensor has other names, which files leave out
-    loaded = [key for key in own if key not in mismatched and (key in fitting or tensor_identity(own[key]) in taken)]
-    report = WarmStartReport(
-        source=said,
-        part=part,
-        loaded=tuple(loaded),
-        missing=tuple(key for key in own if key not in weights and key not in loaded),
-        unexpected=tuple(key for key in given if f"{prefix}{key}" not in own),
-        mismatched=mismatched,
-    )
-    if strict and not report.is_complete:
-        raise CheckpointMismatchError(f"{said} does not fit {type(model).__name__} in everything. Not {report}.")
-    model.load_state_dict(fitting, strict=False)
+    report, names = match_weights(model, own, given, said, strict=strict)
+    model.load_state_dict({key: given[name] for key, name in names.items()}, strict=False)
     return report
 
 
-def _part_that_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """The path of the part that takes `weights`: "" for the model; None where there is none, or more than one."""
-    children = [name for name, _ in model.named_children()]
-    inner = [f"{name}.{key}" for name in children for key, _ in model.get_submodule(name).named_children()]
-    for level in ([""], children, inner):
-        fits = [part for part in level if _count_fitting(weights, own, f"{part}." if part else "")]
-        if fits:
-            return fits[0] if len(fits) == 1 else None
-    return None
+def read_weights(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """Return the tensors of a path as `warm_start` accepts it, by name. No pickle is read, and nothing is downloaded.
 
-
-def _count_fitting(weights: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> int:
-    return sum(f"{prefix}{key}" in own and _fits(weights[key], own[f"{prefix}{key}"]) for key in weights)
-
-
-def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of what `warm_start` takes as a path, by name. No pickle is read, and nothing is downloaded.
+    With `mapped` they lie in the mapped files, as of `read_checkpoint`, so that one is read when it is used.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, and it is not an id in the cache of `huggingface_hub`.
@@ -435,9 +364,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if not os.path.lexists(place):
         place = folder_of_hub_id(os.fspath(path))
     if not place.is_dir():
-        return read_file(place)
-    weights = None if is_checkpoint_directory(place) else read_folder(place)
-    return flat_tensors(read_model(place)) if weights is None else weights
+        return read_file(place, mapped=mapped)
+    weights = None if is_checkpoint_directory(place) else read_folder(place, mapped=mapped)
+    return flat_tensors(read_model(place, mapped=mapped)) if weights is None else weights
 
 
 def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
@@ -449,27 +378,3 @@ def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.
         elif isinstance(value, Mapping):
             found |= flat_tensors(value, f"{prefix}{key}.")
     return found
-
-
-def _fits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (one, other)]
-    return kinds[0] == kinds[1]
-
-
-def _format_names(names: Sequence[str]) -> str:
-    more = len(names) - 6
-    return ", ".join(names[:6]) + (f" and {more} more" if more > 0 else "")
-
-
-def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any], said: str) -> str:
-    fits = [child for child, _ in model.named_children() if _count_fitting(weights, own, f"{child}.")]
-    hint = "Compare the names, and rename: warm_start(model, {new_name: tensor, ...})."
-    if fits:
-        hint = (
-            f"They fit its {_format_names(list(map(repr, fits)))} alike: call warm_start(module.{fits[0]}, ...) for "
-            "the one that you mean, before you make the Trainer."
-        )
-    return (
-        f"nothing in {said} fits {type(model).__name__}: it holds {_format_names(list(weights)) or 'no tensors'}; the "
-        f"model has {_format_names(list(own)) or 'none'}. {hint}"
-    )

@@ -7,8 +7,8 @@ import json
 import os
 import platform
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -31,10 +31,14 @@ from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.manifest import Kind, Manifest
 from trainstack.checkpointing.pretrained.companions import companions_of
 from trainstack.checkpointing.pretrained.readme import render_readme
+from trainstack.checkpointing.sharded.export_files import bytes_of_size, divide
 from trainstack.checkpointing.tensorfile import TensorPart, write_tensors
 from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
 
 Made = TypeVar("Made")
+
+Signer = Callable[[Path], bytes]
+"""Makes the content of `SIGNATURE.json` for a folder that is complete but for it."""
 
 
 @functools.cache  # to find the metadata of a package takes a millisecond, and each save asks
@@ -60,10 +64,11 @@ class Payload:
         kind: of the manifest.
         parts: the tensors of each tensor file. A part whose tensors come from an iterator can be written once.
         texts: the content of each JSON file.
-        global_step, plan, metadata, run_id: fields of the manifest.
+        global_step, plan, metadata, run_id, lineage, format_version: fields of the manifest.
         readme: of an export; the manifest does not speak of it.
         companions: writes further files of an export into the folder that it is given, before the others. The manifest
             does not speak of these either.
+        sign: returns the content of `SIGNATURE.json` for the folder with all other files; None for no signature.
     """
 
     kind: Kind
@@ -73,8 +78,11 @@ class Payload:
     plan: Json
     metadata: Json
     run_id: str | None = None
+    lineage: Json = None
+    format_version: int = manifest.FORMAT_VERSION
     readme: bytes | None = None
     companions: Callable[[Path], None] | None = None
+    sign: Signer | None = None
 
     @property
     def size(self) -> int:
@@ -87,7 +95,7 @@ class Payload:
         tensors = {file: dict(part.tensors) for file, part in self.parts.items()}
         copies = buffers.copy({name: tensor for part in tensors.values() for name, tensor in part.items()})
         parts = {
-            file: TensorPart(self.parts[file].layout, [(name, copies[name]) for name in part])
+            file: TensorPart(self.parts[file].layout, [(name, copies[name]) for name in part], self.parts[file].rows)
             for file, part in tensors.items()
         }
         return replace(self, parts=parts)
@@ -109,26 +117,39 @@ def commit(
     With a `lease`, nothing gets its name once another process owns the directory.
     `sequence` is above those of all that is in `directory`; who does not know it lets the directory be scanned.
     """
-    _check_name(directory, name)
+    check_name(directory, name)
     final = directory / name
-    try:
+    with explaining(final, lease):
         filesystem.make_directories(directory)
-        _check_free(directory, payload.size)
+        check_free(directory, payload.size)
         temporary = temp_dirs.claim_temp_dir(directory, temp_dirs.TEMPORARY, name)
-        try:
+        with discarded_on_failure(temporary):
             if sequence is None:
                 sequence = listing.scan(directory).highest + 1
+            filesystem.make_directory(temporary)
             _fill(temporary, payload, name, abandoned, sequence, 0 if lease is None else lease.counter)
-            if lease is None and payload.kind == "checkpoint" and payload.global_step is not None:
-                _refuse_given_up(final, sequence, payload.global_step)
-            _swap(temporary, final, lease)
-            _written_here.add(final)
-        except BaseException:
-            with suppress(OSError):
-                filesystem.remove_tree(temporary)
-            raise
-        finally:
-            temp_dirs.release_temp_dir(temporary)
+            give_name(temporary, final, payload, sequence, lease)
+    return final
+
+
+@contextmanager
+def discarded_on_failure(temporary: Path) -> Iterator[None]:
+    """A block that fills a claimed temporary directory; if it fails, the directory is deleted."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            filesystem.remove_tree(temporary)
+        raise
+    finally:
+        temp_dirs.release_temp_dir(temporary)
+
+
+@contextmanager
+def explaining(final: Path, lease: Lease | None) -> Iterator[None]:
+    """A block that writes the checkpoint `final`; what the file system refuses becomes a CheckpointError."""
+    try:
+        yield
     except OSError as error:
         if lease is not None:
             lease.verify()  # the files of another owner may be in the way
@@ -136,10 +157,18 @@ def commit(
             f"checkpoint {final} could not be written: {error}. Earlier checkpoints are intact. "
             "Free space or mend the directory, or set save_dir to another one."
         ) from error
-    return final
 
 
-def _check_name(directory: Path, name: str) -> None:
+def give_name(temporary: Path, final: Path, payload: Payload, sequence: int, lease: Lease | None) -> None:
+    """Make a complete temporary directory the checkpoint `final`, unless another start of the run is further."""
+    if lease is None and payload.kind == "checkpoint" and payload.global_step is not None:
+        _refuse_given_up(final, sequence, payload.global_step)
+    _swap(temporary, final, lease)
+    _written_here.add(final)
+
+
+def check_name(directory: Path, name: str) -> None:
+    """Refuse a name that is none, or that something else in `directory` has; raises CheckpointError."""
     if not manifest.is_plain_name(name):
         raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
     final = directory / name
@@ -150,7 +179,8 @@ def _check_name(directory: Path, name: str) -> None:
         )
 
 
-def _check_free(directory: Path, needed: int) -> None:
+def check_free(directory: Path, needed: int) -> None:
+    """Refuse to begin a checkpoint of so many bytes where they do not fit; raises CheckpointError."""
     free = filesystem.free_bytes(directory)
     if free is not None and free < needed:
         raise CheckpointError(
@@ -183,24 +213,39 @@ def _fill(
     temporary: Path, payload: Payload, name: str, abandoned: threading.Event | None, sequence: int, lease: int
 ) -> None:
     """Write the files of the checkpoint in `temporary`."""
-    filesystem.make_directory(temporary)
     if payload.companions is not None:
         payload.companions(temporary)
-    put = functools.partial(_put, temporary, abandoned=abandoned)
+    put = functools.partial(put_file, temporary, abandoned=abandoned)
     files: dict[str, FileRecord] = {}
     indices: dict[str, FileIndex] = {}
     for file, part in payload.parts.items():
         size, indices[file] = put(file, functools.partial(write_tensors, part=part))
         files[file] = FileRecord(size=size, hash=indices[file].combined)
     texts = dict(payload.texts)
+    joined: index.Joined | None = {} if payload.format_version == manifest.SHARDED_VERSION else None
     if payload.kind != "begin":
-        texts[manifest.INDEX_FILE] = index.render(indices)
-    for file, text in texts.items():
-        put(file, functools.partial(_write_text, text=text))
-        files[file] = FileRecord(size=len(text), hash=digest(text))
+        texts[manifest.INDEX_FILE] = index.render(indices, joined)
+    files |= put_texts(temporary, texts, abandoned)
     if payload.readme is not None:
-        put("README.md", functools.partial(_write_text, text=payload.readme))
-    content = Manifest(
+        put_texts(temporary, {"README.md": payload.readme}, abandoned)
+    root = None if payload.kind == "begin" else index.root_of(indices.values(), joined)
+    content = manifest_of(payload, name, sequence, lease, files, root)
+    put_texts(temporary, {manifest.FILE_NAME: manifest.render(content)}, abandoned)
+    finish(temporary, payload.sign)
+
+
+def finish(temporary: Path, sign: Signer | None) -> None:
+    """Sign a folder that has all its files, if that is asked for, and force its names to the disk."""
+    if sign is not None:
+        put_texts(temporary, {manifest.SIGNATURE_FILE: sign(temporary)})
+    filesystem.sync_directory(temporary)
+
+
+def manifest_of(
+    payload: Payload, name: str, sequence: int, lease: int, files: dict[str, FileRecord], root: str | None
+) -> Manifest:
+    """The manifest of the directory `name` with these files, made now."""
+    return Manifest(
         kind=payload.kind,
         name=name,
         sequence=sequence,
@@ -212,17 +257,26 @@ def _fill(
         plan=payload.plan,
         metadata=payload.metadata,
         files=files,
-        root=None if payload.kind == "begin" else index.root_of(indices.values()),
+        root=root,
+        lineage=payload.lineage,
+        format_version=payload.format_version,
     )
-    put(manifest.FILE_NAME, functools.partial(_write_text, text=manifest.render(content)))
-    filesystem.sync_directory(temporary)
+
+
+def put_texts(
+    directory: Path, texts: Mapping[str, bytes], abandoned: threading.Event | None = None
+) -> dict[str, FileRecord]:
+    """Write small files and force them to the disk; what a manifest says of them."""
+    for file, text in texts.items():
+        put_file(directory, file, functools.partial(_write_text, text=text), abandoned=abandoned)
+    return {file: FileRecord(size=len(text), hash=digest(text)) for file, text in texts.items()}
 
 
 def _write_text(writer: FileWriter, text: bytes) -> None:
     writer.write(text)
 
 
-def _put(
+def put_file(
     directory: Path, file: str, fill: Callable[[FileWriter], Made], *, abandoned: threading.Event | None
 ) -> tuple[int, Made]:
     """Write a file and force it to the disk; returns its size and what `fill` returned."""
@@ -269,11 +323,19 @@ def _verify_after(lease: Lease, final: Path, temporary: Path) -> None:
         raise
 
 
-def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], name: str) -> Path:
+def write_checkpoint(
+    checkpoint: Checkpoint, directory: str | os.PathLike[str], name: str, *, sign: Signer | None = None
+) -> Path:
     """Write `checkpoint` as the directory `directory/name`, replacing one of that name.
 
     It returns once everything is on the disk. Whatever happens on the way, what was there before can
     still be loaded. The states are read, never changed.
+
+    Args:
+        checkpoint: what is written.
+        directory: the parent; it is made if it does not exist.
+        name: of the folder.
+        sign: what `checkpoint_signer(key)` returns, for a signature in it.
 
     Returns:
         The absolute path of the checkpoint.
@@ -282,7 +344,7 @@ def write_checkpoint(checkpoint: Checkpoint, directory: str | os.PathLike[str], 
         UnsupportedStateError: a state holds a value that the format does not.
         CheckpointError: the file system refused; nothing new is left behind.
     """
-    return commit(pack(checkpoint), local_path(directory, "directory").absolute(), name)
+    return commit(replace(pack(checkpoint), sign=sign), local_path(directory, "directory").absolute(), name)
 
 
 def pack(checkpoint: Checkpoint) -> Payload:
@@ -291,10 +353,21 @@ def pack(checkpoint: Checkpoint) -> Payload:
     Raises:
         UnsupportedStateError: a state holds a value that the format does not.
     """
+    tensors, texts = encode(checkpoint)
+    return payload_of(checkpoint, {file: TensorPart.of(found) for file, found in tensors.items() if found}, texts)
+
+
+def encode(
+    checkpoint: Checkpoint, *, sharded: bool = False
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, bytes]]:
+    """Return the tensors of each tensor file by name, and the content of each JSON file; as `pack`.
+
+    With `sharded`, sharded tensors are taken as they are.
+    """
     for field in STATES:
         _check_dict(getattr(checkpoint, field), field)
     names: set[str] = set()
-    encoder = StateEncoder(names)
+    encoder = StateEncoder(names, sharded=sharded)
     first, *others = STATES
     trees = {first: encoder.encode(getattr(checkpoint, first), first)}
     parts = {manifest.MODEL_FILE: encoder.pop_tensors()}
@@ -308,14 +381,20 @@ def pack(checkpoint: Checkpoint) -> Payload:
         tree = of_rank.encode(state, f"{RANK_STATES}[{rank}]", f"{RANK_STATES}.{rank}")
         texts[manifest.rank_file(rank, "json")] = _dump(tree)
         parts[manifest.rank_file(rank, "safetensors")] = of_rank.pop_tensors()
+    return parts, texts
+
+
+def payload_of(checkpoint: Checkpoint, parts: Mapping[str, TensorPart], texts: Mapping[str, bytes]) -> Payload:
+    """Return what is to be written of `checkpoint`, whose states are in `parts` and `texts`."""
     return Payload(
         kind="checkpoint",
-        parts={file: TensorPart.of(tensors) for file, tensors in parts.items() if tensors},
+        parts=parts,
         texts=texts,
         global_step=checkpoint.global_step,
         plan=_plain(checkpoint.plan, "plan"),
         metadata=_plain(checkpoint.metadata, "metadata"),
         run_id=checkpoint.run_id,
+        lineage=checkpoint.lineage,
     )
 
 
@@ -335,39 +414,38 @@ def write_model(
     plan: dict[str, Any] | None = None,
     global_step: int | None = None,
     run_id: str | None = None,
+    lineage: Json = None,
     lease: Lease | None = None,
     owner: nn.Module | None = None,
     card: Mapping[str, Any] | None = None,
+    max_shard_size: int | str | None = None,
+    sign: Signer | None = None,
 ) -> Path:
     """Write an export of `model_state`, which is never taken for a point to resume from.
 
     Its `model.safetensors` can be read by any reader of that format, its README.md says how. Otherwise as
     `write_checkpoint`. Of the module `owner`, the files are added that its `from_pretrained` reads. `card` has fields
-    for the README's front matter.
+    for the README's front matter. What is larger than `max_shard_size` bytes lies in several files.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})
-    readme = render_readme(
-        model_state,
-        name,
-        versions=library_versions(),
-        plan=plan,
-        global_step=global_step,
-        metadata=metadata,
-        owner=owner,
-        card=card,
-    )
-    tensors = encoder.pop_tensors()
+    divided = divide(tensors := encoder.pop_tensors(), bytes_of_size("max_shard_size", max_shard_size))
+    render = functools.partial(render_readme, model_state, name, versions=library_versions(), owner=owner, card=card)
+    readme = render(plan=plan, global_step=global_step, metadata=metadata, several=divided is not None, lineage=lineage)
+    parts, texts = divided or ({manifest.MODEL_FILE: TensorPart.of(tensors)} if tensors else {}, {})
     payload = Payload(
         kind="model",
-        parts={manifest.MODEL_FILE: TensorPart.of(tensors)} if tensors else {},
-        texts={manifest.TREE_FILE: tree},
+        parts=parts,
+        texts={manifest.TREE_FILE: tree, **texts},
+        format_version=manifest.FORMAT_VERSION if divided is None else manifest.SHARDED_VERSION,
         global_step=global_step,
         plan=_plain(plan, "plan"),
         metadata=_plain(metadata, "metadata"),
         readme=readme,
         companions=companions_of(owner),
         run_id=run_id,
+        lineage=lineage,
+        sign=sign,
     )
     return commit(payload, Path(directory).absolute(), name, lease=lease)
 

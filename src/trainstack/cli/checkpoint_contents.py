@@ -14,15 +14,18 @@ import torch
 from trainstack._files import is_address, remote_address
 from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.difference import children, describe, differences
+from trainstack.checkpointing.integrity.lineage import Lineage
+from trainstack.checkpointing.integrity.signing import claimed_signer
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
 from trainstack.checkpointing.reading import read_states
 from trainstack.cli.printing import FAILED, print_json, print_line, readable_date, readable_size
+from trainstack.step_log.checkpoint_heads import KEY as STEP_LOG_HEADS
 
 
 def diff_checkpoints(args: argparse.Namespace) -> int:
     """Compare two checkpoints; 0 if all bits agree, else 1."""
-    (one, states), (other, other_states) = read_states(_located(args.one)), read_states(_located(args.other))
+    (one, states), (other, other_states) = read_states(located(args.one)), read_states(located(args.other))
     model_only = args.model or one.kind == "model" or other.kind == "model"
     if model_only:  # the module's state comes first in both kinds
         found = list(differences(_model(one, states), _model(other, other_states), "model"))
@@ -39,7 +42,7 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
     return FAILED if found else 0
 
 
-def _located(given: str) -> Path:
+def located(given: str) -> Path:
     """The checkpoint that a path, a pointer or an address names; what an address names is downloaded into the cache."""
     if not is_address(given):
         return resolve_pointer(Path(given))
@@ -56,13 +59,16 @@ def _model(content: Manifest, states: Mapping[str, Any]) -> dict[str, Any]:
 
 def _facts(content: Manifest) -> dict[str, Any]:
     plan, metadata = (decode_plain(tree) for tree in (content.plan, content.metadata))
-    return {"plan": plan, "metadata": metadata, "versions": content.versions}
+    # The step log of a resumed run has other blocks than that of an uninterrupted one.
+    facts = {name: value for name, value in (metadata or {}).items() if name != STEP_LOG_HEADS}
+    return {"plan": plan, "metadata": facts, "versions": content.versions}
 
 
 def show_checkpoint(args: argparse.Namespace) -> int:
     """Print the manifest and an outline of the states. Tensors are not read."""
-    content, states = read_states(_located(args.path), tensors=False)
-    facts = _outline_facts(content)
+    path = located(args.path)
+    content, states = read_states(path, tensors=False)
+    facts = _outline_facts(content, claimed_signer(path))
     if args.json:
         print_json({**facts, "states": {name: _as_json(state) for name, state in states.items()}})
         return 0
@@ -82,7 +88,7 @@ def show_checkpoint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _outline_facts(content: Manifest) -> dict[str, Any]:
+def _outline_facts(content: Manifest, signer: str | None) -> dict[str, Any]:
     plan, metadata = (decode_plain(tree) or {} for tree in (content.plan, content.metadata))
     processes = {"processes": plan["world_size"]} if "world_size" in plan else {}
     return {
@@ -90,13 +96,20 @@ def _outline_facts(content: Manifest) -> dict[str, Any]:
         "kind": content.kind,
         "created": readable_date(content.created),
         "global step": content.global_step,
+        **({} if signer is None else {"signature": f"by the key {signer}, not verified"}),
         **{key: value for key, value in metadata.items() if not isinstance(value, Mapping)},
         **processes,
         **{key: value for key, value in metadata.items() if isinstance(value, Mapping) and value},
         "plan": plan,
+        "lineage": {**(content.lineage or {}), "ancestors": _ancestors(content)},
         "versions": content.versions,
         "files": {name: asdict(record) for name, record in content.files.items()},
     }
+
+
+def _ancestors(content: Manifest) -> list[str]:
+    """Name and step of each, the parent first; `trainstack checkpoints lineage` has the rest."""
+    return [f"{one.name}, global step {one.global_step}" for one in Lineage.from_json(content.lineage).ancestors]
 
 
 def summary(state: Any) -> str:

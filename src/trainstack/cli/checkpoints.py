@@ -1,4 +1,4 @@
-"""`trainstack checkpoints ls | verify | scrub | show | diff` lists, verifies and compares checkpoints."""
+"""`trainstack checkpoints ls | verify | show | ...` lists and verifies checkpoints; the other actions are beside it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from trainstack.checkpointing.directory import (
     read_manifest,
     scan,
 )
+from trainstack.checkpointing.integrity.signing import Signature, claimed_signer, verify_signature
 from trainstack.checkpointing.manifest import decode_plain
-from trainstack.checkpointing.verification import read_back, verify_checkpoint
+from trainstack.checkpointing.verification import verify_checkpoint
 from trainstack.cli.printing import (
     FAILED,
     TROUBLE,
@@ -30,7 +31,7 @@ from trainstack.cli.printing import (
     readable_date,
     readable_size,
 )
-from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, SignatureError
 
 _COLUMNS = ("name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact")
 _SPARE = ("metrics", "backend", "created", "size", "epoch", "kind")
@@ -38,8 +39,8 @@ _SPARE = ("metrics", "backend", "created", "size", "epoch", "kind")
 
 
 def add(subparsers: Any) -> None:
-    """Add the command and its five actions."""
-    about = "list, verify, show and compare checkpoints and model exports"
+    """Add the command and its actions."""
+    about = "list, verify, show, compare, export and sign checkpoints and model exports"
     actions = subparsers.add_parser("checkpoints", help=about, description=about).add_subparsers(
         title="actions", metavar="ACTION", required=True
     )
@@ -51,16 +52,42 @@ def add(subparsers: Any) -> None:
     verify.add_argument(
         "paths", metavar="PATH", nargs="+", help="a checkpoint, an export, a folder of them, or a run's"
     )
-    scrub = _action(
-        actions, "scrub", _scrub, "read every byte of all that lies in folders, from the disk; exit code 1 if damaged"
-    )
-    scrub.add_argument("paths", metavar="DIR", nargs="+", help="a folder of checkpoints, or a run's")
+    verify.add_argument("--signature", metavar="KEY.pub", help="verify the signatures by this public key as well")
+    _add_proofs(actions)
     show = _action(actions, "show", _show, "show what one checkpoint or export holds")
     show.add_argument("path", metavar="PATH", help="a checkpoint, an export, or a file `last` or `best`")
     diff = _action(actions, "diff", _diff, "compare two; exit code 0 if all bits agree, 1 if not, 2 on trouble")
     diff.add_argument("one", metavar="A", help="a checkpoint, an export, or a file `last` or `best`")
     diff.add_argument("other", metavar="B", help="likewise")
     diff.add_argument("--model", action="store_true", help="compare the weights alone")
+    export = _action(actions, "export", _export, "write the weights of a checkpoint or an export as a new folder")
+    export.add_argument("path", metavar="PATH", help="a checkpoint, an export, or a file `last` or `best`")
+    export.add_argument("target", metavar="TARGET", help="the folder to make")
+    export.add_argument("--part", default="", help="of the module, such as 'model': its weights under their own names")
+    export.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB: write larger weights into several files")
+    export.add_argument("--overwrite", action="store_true", help="replace an export of other weights at TARGET")
+    export.add_argument("--dcp", action="store_true", help="write the format of torch.distributed.checkpoint")
+
+
+def _add_proofs(actions: Any) -> None:
+    scrub = _action(
+        actions, "scrub", _scrub, "read every byte of all that lies in folders, from the disk; exit code 1 if damaged"
+    )
+    scrub.add_argument("paths", metavar="DIR", nargs="+", help="a folder of checkpoints, or a run's")
+    scrub.add_argument("--every", metavar="TIME", help="such as 6h: again and again, until SIGTERM or SIGINT")
+    scrub.add_argument(
+        "--rate", metavar="SIZE", help="such as 50MB: read so much a second; with --every 100MB, else without a limit"
+    )
+    lineage = _action(actions, "lineage", _lineage, "print where a checkpoint comes from: its parent, and so on")
+    lineage.add_argument("path", metavar="PATH", help="a checkpoint, an export, or a file `last` or `best`")
+    lineage.add_argument(
+        "--search", metavar="DIR", action="append", default=[], help="look for ancestors in this folder of runs too"
+    )
+    keygen = _action(actions, "keygen", _keygen, "make an Ed25519 key that signs checkpoints, and FILE.pub")
+    keygen.add_argument("file", metavar="FILE", help="of the private key; an existing one is never overwritten")
+    sign = _action(actions, "sign", _sign, "sign all files of checkpoints and exports")
+    sign.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint, an export, or a file `last` or `best`")
+    sign.add_argument("--key", metavar="FILE", required=True, help="the private key that `keygen` has made")
 
 
 def _action(actions: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
@@ -80,6 +107,36 @@ def _diff(args: argparse.Namespace) -> int:
     from trainstack.cli.checkpoint_contents import diff_checkpoints
 
     return diff_checkpoints(args)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from trainstack.cli.checkpoint_export import export_checkpoint
+
+    return export_checkpoint(args)
+
+
+def _scrub(args: argparse.Namespace) -> int:
+    from trainstack.cli import checkpoint_proofs
+
+    return checkpoint_proofs.scrub(args)
+
+
+def _lineage(args: argparse.Namespace) -> int:
+    from trainstack.cli import checkpoint_proofs
+
+    return checkpoint_proofs.print_lineage(args)
+
+
+def _keygen(args: argparse.Namespace) -> int:
+    from trainstack.cli import checkpoint_proofs
+
+    return checkpoint_proofs.make_key(args)
+
+
+def _sign(args: argparse.Namespace) -> int:
+    from trainstack.cli import checkpoint_proofs
+
+    return checkpoint_proofs.sign(args)
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -111,7 +168,13 @@ def _print_list(args: argparse.Namespace, root: Path) -> int:
     if args.json:
         print_json({"checkpoints": entries})
     elif entries:
-        print_table(_COLUMNS, [_row(entry) for entry in entries], spare=() if args.wide else _SPARE)
+        signed = any(entry.get("signed") for entry in entries)  # a column that only some folders need
+        columns, rows = [*_COLUMNS], [_row(entry) for entry in entries]
+        if signed:
+            columns.insert(-1, "signed")
+            for row, entry in zip(rows, entries, strict=True):
+                row.insert(-1, (entry.get("signed") or "-")[:16])
+        print_table(columns, rows, spare=() if args.wide else (*_SPARE, "signed"))
     else:
         print_line(f"no checkpoints in {args.directory}")
     return 0
@@ -139,6 +202,7 @@ def _entry(info: CheckpointInfo, verify: bool) -> dict[str, Any]:
         "size": info.size,
         "backend": metadata.get("backend"),
         "metrics": metadata.get("metrics") or {},
+        "signed": claimed_signer(info.path),
         "problem": _problem(info, verify),
         "verified": verify,
     }
@@ -172,36 +236,40 @@ def _row(entry: dict[str, Any]) -> list[str]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    code, results = 0, []
+    code, results = 0, list[dict[str, Any]]()
     for path in [inner for given in args.paths for inner in _checkpoints_at(given)]:
-        problem = None
+        problem, signature = None, None
         try:
-            _verify_one(path)
+            signature = _verify_one(path, args.signature)
         except CheckpointError as error:
             problem = str(error)
-            if isinstance(error, CheckpointDamagedError):
+            if isinstance(error, CheckpointDamagedError | SignatureError):
                 code = max(code, FAILED)
             else:
                 code = TROUBLE
                 print_error(problem, error, args.json)
-        results.append({"path": str(path), "problem": problem})
+        signed = {} if signature is None else {"signed_as": signature.subject, "root": signature.root}
+        results.append({"path": str(path), "problem": problem, **signed})
     if args.json:
         print_json({"checkpoints": results})
     else:
         for result in results:
-            print_line(f"{result['path']}: {'intact' if result['problem'] is None else result['problem']}")
+            words = f"intact, signed as {result['signed_as']}" if "signed_as" in result else "intact"
+            print_line(f"{result['path']}: {words if result['problem'] is None else result['problem']}")
     return code
 
 
-def _verify_one(path: Path | str) -> None:
-    """Verify a local checkpoint, or download the one at an address, which verifies it."""
+def _verify_one(path: Path | str, key: str | None) -> Signature | None:
+    """Verify a local checkpoint, or the one at an address; by its signature if there is a key, else by its manifest."""
     if isinstance(path, Path):
+        found = None if key is None else verify_signature(path, key)
         verify_checkpoint(path)
-        return
+        return found
     from trainstack.checkpointing.remote.fetching import fetch
 
     with TemporaryDirectory(prefix="trainstack-") as folder:
-        fetch(path, Path(folder))
+        copy = fetch(path, Path(folder))  # which verifies it
+        return None if key is None else verify_signature(copy, key)
 
 
 def _checkpoints_at(given: str) -> Sequence[Path | str]:
@@ -220,29 +288,3 @@ def _checkpoints_at(given: str) -> Sequence[Path | str]:
         found += [*(info.path for info in contents.intact[::-1]), *contents.broken, *contents.newer]
         name_odd_entries(contents, lambda _, message: print_error(message))
     return found or [path]
-
-
-def _scrub(args: argparse.Namespace) -> int:
-    code, results = 0, []
-    for folder in [inner for given in args.paths for inner in _folders_at(Path(given))]:
-        contents = scan(folder)
-        unread = {**contents.broken, **contents.broken_begins, **contents.newer, **contents.odd}
-        found: dict[Path, str | None] = {path: str(problem) for path, problem in unread.items()}
-        for info in (*contents.begun[::-1], *contents.intact[::-1]):
-            found[info.path] = read_back(info.path)
-        code |= any(problem is not None and path not in contents.odd for path, problem in found.items())
-        results += [{"path": printable(path), "problem": problem} for path, problem in sorted(found.items())]
-    if args.json:
-        print_json({"entries": results})
-        return code
-    for result in results:
-        print_line(f"{result['path']}: {result['problem'] or 'intact'}")
-    damaged = sum(result["problem"] is not None for result in results)
-    print_line(f"{len(results)} entries, {damaged} with a problem")
-    return code
-
-
-def _folders_at(path: Path) -> list[Path]:
-    if not path.is_dir() or is_checkpoint_directory(path):
-        raise CheckpointNotFoundError(f"{path} is not a folder of checkpoints. Give that folder, or one of a run.")
-    return [folder for folder in (path, path / "checkpoints") if folder.is_dir()]

@@ -40,6 +40,12 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help=about, description=about)
     parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--determinism",
+        metavar="FILE.py:MODULE",
+        help="train a few steps of this module twice instead, and name what gives other bits; "
+        "`trainstack doctor --determinism FILE.py:MODULE --help` has the options",
+    )
     parser.set_defaults(run=_doctor)
 
 
@@ -54,7 +60,8 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         for name, found in installed.items():
             print_line(f"{name} {found}")
-        print_line(f"devices: {', '.join(_devices())}\n")
+        print_line(f"devices: {', '.join(_devices())}")
+        print_line()
         rows = [[f"trainstack[{extra}]", _EXTRAS[extra], found or "not installed"] for extra, found in extras.items()]
         print_table(("extra", "package", "version"), rows)
         print_line()

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainstack.cli.printing import print_line
 from trainstack.errors import ConfigurationError
-from trainstack.trainer.reporting.report.facts import FILE_NAME, RunFacts
+from trainstack.trainer.reporting.report.facts import FILE_NAME, RunFacts, Session
 
 _YES, _NO = 0, 1
 
@@ -33,34 +33,62 @@ def add(subparsers: Any) -> None:
         help="also exit with 0 where the run was killed: the newest session has not ended, or none has begun since "
         "TIME; at most N times in a job, as SLURM_RESTART_COUNT counts them",
     )
+    parser.add_argument(
+        "--without-progress",
+        metavar="N",
+        type=int,
+        default=5,
+        help="exit with 1 after more than N sessions in a row that a signal ended before they made a step (default 5); "
+        "in a job of SLURM only its own sessions count. A rank that fails on import looks like that: SLURM sends "
+        "SIGTERM to the others",
+    )
     parser.set_defaults(run=_interrupted)
 
 
 def _interrupted(args: argparse.Namespace) -> int:
-    if args.or_killed is not None and args.or_killed < 0:
-        raise ConfigurationError(f"--or-killed {args.or_killed}: write a number of restarts from 0 up.")
-    status, ended = _newest_session(args.directory, _seconds(args.since))
+    for name in ("or_killed", "without_progress"):
+        given = getattr(args, name)
+        if given is not None and given < 0:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(f"{option} {given}: write a number of restarts from 0 up.")
+    sessions, ended = _sessions(args.directory, _seconds(args.since))
+    status = sessions[-1].status if sessions else None
     killed = args.or_killed is not None and status in (None, "running")
-    restarts = _restarts() if killed else 0
-    goes_on = status == "interrupted" or (killed and restarts < args.or_killed)
-    limit = f"; {restarts} of {args.or_killed} restarts are used" if killed else ""
-    print_line(f"{args.directory}: {ended}{limit}")
+    fruitless = _fruitless(sessions)
+    if killed:
+        goes_on, restarts = _restarts() < args.or_killed, _restarts()
+        ended += f"; {restarts} of {args.or_killed} restarts are used"
+    else:
+        goes_on = status == "interrupted" and fruitless <= args.without_progress
+        if fruitless > 1:
+            ended += f"; the last {fruitless} sessions were interrupted before they made a step"
+            ended += "" if goes_on else f", which is more than --without-progress {args.without_progress}"
+    print_line(f"{args.directory}: {ended}")
     return _YES if goes_on else _NO
 
 
-def _newest_session(directory: Path, since: float) -> tuple[str | None, str]:
-    """The status of the newest session, None if none began after `since`; and that in words."""
+def _sessions(directory: Path, since: float) -> tuple[tuple[Session, ...], str]:
+    """All sessions, none if the newest did not begin after `since`; and how the newest ended, in words."""
     try:
         sessions = RunFacts.read(directory).sessions
     except FileNotFoundError:
-        return None, f"no session has begun; there is no {FILE_NAME}"
+        return (), f"no session has begun; there is no {FILE_NAME}"
     if not sessions or sessions[-1].began < since:
-        return None, "no session has begun since then"
+        return (), "no session has begun since then"
     newest = sessions[-1]
-    status = newest.status
-    if status == "running":
-        return status, "the newest session has not ended: the process runs, or was killed"
-    return status, f"the newest session is {status}" + (f" ({newest.reason})" if newest.reason else "")
+    if newest.status == "running":
+        return sessions, "the newest session has not ended: the process runs, or was killed"
+    return sessions, f"the newest session is {newest.status}" + (f" ({newest.reason})" if newest.reason else "")
+
+
+def _fruitless(sessions: tuple[Session, ...]) -> int:
+    """How many of the newest sessions, in a row, were interrupted before they made a step; of this job in SLURM."""
+    count = 0
+    for session in reversed(sessions):
+        if session.status != "interrupted" or session.last_step != session.first_step:
+            break
+        count += 1
+    return min(count, _restarts() + 1) if os.environ.get("SLURM_JOB_ID") else count
 
 
 def _seconds(text: str | None) -> float:

@@ -26,9 +26,11 @@ COMMANDS = {
     "plan": "print how a global batch is split and how many steps a run has",
     "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
+    "compare": "find the first global step at which two runs part, and why, from their step logs",
     "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
     "else 1",
-    "checkpoints": "list, verify, show and compare checkpoints and model exports",
+    "replay": "make recorded steps of a run again in new processes, and compare every recorded bit",
+    "checkpoints": "list, verify, show, compare, export and sign checkpoints and model exports",
     "privacy": "epsilon, noise or steps of private training; an audit of it",
 }
 """The commands with their help. A module of this package has the name of each, and is imported when it is chosen.
@@ -38,6 +40,7 @@ those of `TrainerArguments`, have `run` for the words behind their name.
 """
 
 _READ_WORDS = ("train", "plan")
+_CHECKS_DETERMINISM = "--determinism"
 _READER_GONE = 141
 
 
@@ -81,6 +84,9 @@ def _in_words(error: Exception) -> str:
 
 def _run(words: list[str]) -> int:
     command = words[0] if words else None
+    if command == "doctor" and any(word.partition("=")[0] == _CHECKS_DETERMINISM for word in words):
+        checked: int = import_module("trainstack.cli.determinism").run(words[1:])
+        return checked
     if command in _READ_WORDS:
         code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
         return code
@@ -114,7 +120,7 @@ def _prepare_output(trains: bool) -> None:
     """Let no character and no closed stream end a command with an error of Python's.
 
     Raises:
-        OSError: standard output is closed, and the command is there to print; a training goes on without it.
+        OSError: standard output is closed, and the command is there to print; a training continues without it.
     """
     if sys.stdout is None:
         if not trains:

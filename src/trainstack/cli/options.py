@@ -14,11 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trainstack._kinds import Kind, Place
-from trainstack._yaml import read_yaml
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import TrainerArguments
 from trainstack.trainer.argument_schemas import explained
-from trainstack.trainer.plain_arguments import Path, PlainInputs, is_plain, kinds_of, parameters_of, unknown
+from trainstack.trainer.plain_arguments import (
+    Path,
+    PlainInputs,
+    is_plain,
+    kinds_of,
+    parameters_of,
+    read_config,
+    unknown,
+)
 
 PREFIX = "TRAINSTACK_"
 """Of the environment variables: TRAINSTACK_EPOCHS, TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST."""
@@ -80,7 +87,7 @@ class Inputs:
         given = self._parser.parse_args(_attach_numbers(words, self._paths))
         files = [environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in environ else []
         for file in (*files, *given.config):
-            values = read_yaml(file)
+            values = read_config(file)
             values.pop("target", None)  # of `trainstack train`, which has read it
             if self._makes_module is None:
                 values.pop("module", None)  # of `trainstack train`, which may share the file

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainstack.backends.spec import parse_spec, registered_backend
 from trainstack.cli.main import Parser
+from trainstack.cli.memory import plan_of_target
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import print_json, print_line
+from trainstack.cli.printing import FAILED, print_json, print_line, print_traceback
+from trainstack.cli.target import UserCodeError, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import Every, TrainerArguments, TrainingPlan
 from trainstack.trainer.core.intervals import whole_steps
 
 _ABOUT = (
     "Print how a global batch is split, how many steps a run has, and when it validates and saves. The options are "
-    "those of `trainstack train`, the file given by --config and the environment variables included."
+    "those of `trainstack train`, the file given by --config and the environment variables included. With a target, "
+    "FILE.py:MODULE, it prints as well what one process needs in memory. The module is built on the meta device, so "
+    "nothing is allocated and no process has to be started."
 )
 
 
@@ -27,9 +31,65 @@ def add(subparsers: Any) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Print the plan. Returns the exit code."""
-    parser = Parser(prog="trainstack plan", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]")
-    parser.add_argument("--samples", type=int, required=True, metavar="N", help="in the training data set")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that train together (default: 1)")
+    target = words[0] if words and not words[0].startswith("-") and ":" in words[0] else None
+    try:
+        with report_user_errors():
+            made_by = None if target is None else load_target(target)
+        return _run(target, made_by, words if target is None else words[1:])
+    except UserCodeError as error:
+        print_traceback(error.__cause__)
+        return FAILED
+
+
+def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence[str]) -> int:
+    inputs = _make_inputs(made_by)
+    given = inputs.read(words)
+    for name in ("samples", "processes", "parameters", "shards"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise ConfigurationError(f"--{name} {getattr(given, name)}: write a whole number, 1 or more.")
+    arguments = inputs.arguments()
+    rows: list[tuple[str, str]] = []
+    found: dict[str, Any] = {}
+    plan = None
+    if given.samples is not None:
+        plan = _plan(arguments, given.samples, given.processes, given.drop_last)
+        validations, saves = _validations(arguments, plan), _saves(arguments, plan)
+        private = _private_rows(arguments, plan, given.samples, given.parameters)
+        rows = [*plan.rows(), *private, ("validations", validations), ("checkpoints", saves)]
+        found = {**plan.to_dict(), "validations": validations, "saves": saves}
+        found |= {label.replace(" ", "_"): value for label, value in private}
+    if target is not None and made_by is not None:
+        with report_user_errors():
+            memory = plan_of_target(made_by, inputs.parameters(target), arguments, plan, given)
+        rows += [(f"memory: {label}", value) for label, value in memory.rows()]
+        found["memory"] = memory.to_dict()
+    if given.json:
+        print_json(found)
+    else:
+        for label, value in rows:
+            for number, line in enumerate(value.split("\n")):
+                print_line(f"{'' if number else label:<22} {line}")
+    return 0
+
+
+def _make_inputs(made_by: Callable[..., Any] | None) -> Inputs:
+    usage = "%(prog)s [FILE.py:MODULE] [--OPTION VALUE ...]"
+    parser = Parser(prog="trainstack plan", description=_ABOUT, usage=usage)
+    parser.add_argument("--samples", type=int, required=made_by is None, metavar="N", help="in the training data set")
+    parser.add_argument(
+        "--processes", "--world", type=int, default=1, metavar="N", help="that train together (default: 1)"
+    )
+    parser.add_argument(
+        "--shards",
+        type=int,
+        metavar="N",
+        help="processes that share one copy of the parameters, where a layer divides them (default: all)",
+    )
+    parser.add_argument(
+        "--activations",
+        action="store_true",
+        help="run a forward pass of the module's first micro-batch without values, for the memory that it keeps",
+    )
     parser.add_argument(
         "--parameters",
         type=int,
@@ -38,23 +98,7 @@ def run(words: Sequence[str]) -> int:
     )
     parser.add_argument("--drop_last", action="store_true", help="leave out a last batch that is not full")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    inputs = Inputs(parser)
-    given = inputs.read(words)
-    for name in ("samples", "processes", "parameters"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise ConfigurationError(f"--{name} {getattr(given, name)}: write a whole number, 1 or more.")
-    arguments = inputs.arguments()
-    plan = _plan(arguments, given.samples, given.processes, given.drop_last)
-    validations, saves = _validations(arguments, plan), _saves(arguments, plan)
-    private = _private_rows(arguments, plan, given.samples, given.parameters)
-    if given.json:
-        found = {**plan.to_dict(), "total_steps": plan.total_steps, "validations": validations, "saves": saves}
-        print_json({**found, **{label.replace(" ", "_"): value for label, value in private}})
-    else:
-        for label, value in [*plan.rows(), *private, ("validations", validations), ("checkpoints", saves)]:
-            for number, line in enumerate(value.split("\n")):
-                print_line(f"{'' if number else label:<22} {line}")
-    return 0
+    return Inputs(parser, made_by)
 
 
 def _is_private(arguments: TrainerArguments) -> bool:

@@ -43,10 +43,21 @@ def print_line(text: str = "") -> None:
     sys.stdout.write(escape(text) + "\n")
 
 
+def flush() -> None:
+    """Write what is buffered, for a command that runs on."""
+    sys.stdout.flush()
+
+
 def print_lines(text: str) -> None:
     """Print a text of several lines."""
     for line in text.split("\n"):
         print_line(line)
+
+
+def print_at_once(text: str) -> None:
+    """Print a text of several lines, and write what is buffered: the next one may come hours later."""
+    print_lines(text)
+    flush()
 
 
 def print_error(message: str, error: BaseException | None = None, as_json: bool = False) -> None:
@@ -70,7 +81,7 @@ def _write_error(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # it is closed: there is nobody to tell
+    except (OSError, ValueError, AttributeError):  # it is closed
         pass
 
 

@@ -60,8 +60,8 @@ def _has_frame_of_user(error: BaseException) -> bool:
 def load_target(target: str) -> Callable[..., ModuleInterface]:
     """The class of a module, or a function that returns one, that `target` names; its file is run.
 
-    As when Python runs a script, files beside it can be imported. A function has to be defined in the file or package
-    that `target` names: what the file merely imports is not to be had by its name.
+    As when Python runs a script, it can import other files of its folder. The file or package that `target` names has
+    to define a function. A name that the file only imports is refused.
 
     Raises:
         ConfigurationError: there is no such file or name, or it is not something that makes a module.

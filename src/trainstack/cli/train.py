@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from trainstack._yaml import read_yaml, write_yaml
+from trainstack._yaml import write_yaml
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
 from trainstack.cli.printing import FAILED, print_lines, print_traceback
 from trainstack.cli.target import FORM, UserCodeError, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.plain_arguments import read_config
 
 _ABOUT = (
     "Train a module. Options win over environment variables (TRAINSTACK_EPOCHS, "
@@ -47,7 +48,7 @@ def _target_of(words: Sequence[str]) -> str:
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument("--config", action="append", default=[])
     files = [os.environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in os.environ else []
-    targets = [read_yaml(file).get("target") for file in [*files, *given.parse_known_args(words)[0].config]]
+    targets = [read_config(file).get("target") for file in [*files, *given.parse_known_args(words)[0].config]]
     found = next((target for target in reversed(targets) if target is not None), None)
     if found is None:
         raise ConfigurationError(

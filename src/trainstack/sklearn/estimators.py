@@ -55,6 +55,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries n
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = self._build(inputs.shape[1], outputs)
+            _check_outputs(network, data.tensors[0][:2], outputs)
             options = {"lr": 1e-2} if self.optimizer_kwargs is None else self.optimizer_kwargs
             module = SupervisedModule(network, self.loss or loss, self.optimizer, data, optimizer_kwargs=options)
             with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
@@ -98,6 +99,19 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries n
         with torch.inference_mode():
             parts = [self.model_(rows.to(device)).cpu().double() for rows in torch.split(padded, _ROWS)]
         return torch.cat(parts)[: len(inputs)]
+
+
+def _check_outputs(network: nn.Module, rows: torch.Tensor, outputs: int) -> None:
+    """Refuse a network whose outputs would be broadcast against the targets, or have other columns than they."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        made = copy.deepcopy(network).eval()(rows)
+    wanted = (len(rows), outputs)
+    if not isinstance(made, torch.Tensor) or made.shape != wanted:
+        given = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"type {type(made).__name__}"
+        raise ConfigurationError(
+            f"the model maps {len(rows)} rows to outputs of {given}, and {wanted} is needed. Let its last layer have "
+            f"{outputs} outputs, and return a tensor of two dimensions."
+        )
 
 
 class TrainstackClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
@@ -180,7 +194,10 @@ class TrainstackRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         """
         X, y = validate_data(self, X, y, dtype=np.float32, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
-        self.mean_, self.scale_ = y.mean(0), y.std(0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.mean_, self.scale_ = y.mean(0), y.std(0)
+        if not np.all(np.isfinite(self.scale_)):
+            raise ValueError("the variance of y is beyond float64. Give y in a larger unit.")
         self.scale_ = np.where(self.scale_ > 0, self.scale_, 1.0)
         scaled = torch.as_tensor((y - self.mean_) / self.scale_, dtype=torch.float32).reshape(len(y), -1)
         self._fit(X, scaled, scaled.shape[1], nn.MSELoss())

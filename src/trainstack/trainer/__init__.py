@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
     from trainstack.trainer.evaluation.metric_of import metric_of
     from trainstack.trainer.named_parameters import parameter_groups, split_parameters
+    from trainstack.trainer.optimizers import build_optimizer
     from trainstack.trainer.parser_arguments import ParserArguments
+    from trainstack.trainer.reporting.run_comparison import RunComparison, compare_runs
     from trainstack.trainer.run.lr_finder import LRFinderResult
     from trainstack.trainer.run.view import RunView
-    from trainstack.trainer.supervised import SupervisedModule, build_optimizer
+    from trainstack.trainer.supervised import SupervisedModule
     from trainstack.trainer.tracking.writers.more_trackers import AimWriter, ClearmlWriter, CometWriter, DvcliveWriter
     from trainstack.trainer.tracking.writers.prometheus import PrometheusWriter
 
@@ -64,13 +66,15 @@ __getattr__ = lazy_imports(
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
         "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",
         "ParserArguments": "trainstack.trainer.parser_arguments",
+        "RunComparison": "trainstack.trainer.reporting.run_comparison",
         "RunView": "trainstack.trainer.run.view",
         "SupervisedModule": "trainstack.trainer.supervised",
         "apply_mapping": "trainstack.trainer.arg_matching",
         "as_is": "trainstack.trainer.data.as_is",
-        "build_optimizer": "trainstack.trainer.supervised",
+        "build_optimizer": "trainstack.trainer.optimizers",
         "call_with_matching_args": "trainstack.trainer.arg_matching",
         "callbacks": "trainstack.trainer.callbacks",
+        "compare_runs": "trainstack.trainer.reporting.run_comparison",
         "metric_of": "trainstack.trainer.evaluation.metric_of",
         "parameter_groups": "trainstack.trainer.named_parameters",
         "split_parameters": "trainstack.trainer.named_parameters",
@@ -116,6 +120,7 @@ __all__ = [
     "Table",
     "TensorBoardWriter",
     "TrackioWriter",
+    "RunComparison",
     "Trainer",
     "TrainerArguments",
     "TrainingPlan",
@@ -129,6 +134,7 @@ __all__ = [
     "build_scheduler",
     "find_lr",
     "call_with_matching_args",
+    "compare_runs",
     "callbacks",
     "call_filter",
     "metric_of",

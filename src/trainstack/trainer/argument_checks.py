@@ -249,6 +249,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "deterministic": (True, False, "warn"),
     "float32_matmul_precision": ("highest", "high", "medium", None),
     "nonfinite": ("raise", "skip"),
+    "record": ("steps", "full", "off"),
+    "on_replay_mismatch": ("stop", "warn", "record"),
     "monitor_mode": ("auto", "min", "max"),
     "on_interrupt": ("raise", "return"),
     "resume_mode": ("full", "weights_and_optimizer", "weights"),
@@ -304,6 +306,7 @@ def _check_numbers(args: Unchecked) -> None:
     if args.max_time is not None:
         seconds_of("max_time", args.max_time)
     check_validate_every(args.validate_every)
+    _check_share(args.verify_replay)
     if args.stats_args is not None:
         _whole_number("stats_args.log_steps", args.stats_args.log_steps, 1)
     for name in ("max_grad_norm", "clip_grad_value", "stop_grace_s", "rank_zero_timeout_s", "lease_timeout_s"):
@@ -318,6 +321,14 @@ def _check_numbers(args: Unchecked) -> None:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
             "once, by value or by norm. Leave one of them out."
+        )
+
+
+def _check_share(share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigurationError(
+            f"verify_replay={share!r}: write the share of the global steps to run twice, such as 0.01; 1.0 is all, and "
+            "0.0 none."
         )
 
 
@@ -391,11 +402,12 @@ def _check_choices(args: Unchecked) -> None:
             "resume_mode='weights' to take the weights alone."
         )
     _check_progress(args.progress)
-    options = None if isinstance(args.compile, bool) else set(inspect.signature(torch.compile).parameters) - {"model"}
-    if options is not None and not (isinstance(args.compile, Mapping) and options >= set(args.compile)):
+    plain = isinstance(args.compile, bool) or args.compile == "units"
+    options = None if plain else set(inspect.signature(torch.compile).parameters) - {"model"}
+    if options is not None and not (isinstance(args.compile, Mapping) and options | {"units"} >= set(args.compile)):
         raise ConfigurationError(
-            f"compile={args.compile!r}: write True, False or a dict of options of torch.compile, which are "
-            f"{', '.join(sorted(options))}."
+            f"compile={args.compile!r}: write True, False, 'units' or a dict with 'units': True and options of "
+            f"torch.compile, which are {', '.join(sorted(options))}."
         )
     if not isinstance(args.log_level, str | int) or not isinstance(logging.getLevelName(args.log_level), int):
         raise ConfigurationError(f"log_level={args.log_level!r}: write 'DEBUG', 'INFO', 'WARNING' or 'ERROR'.")

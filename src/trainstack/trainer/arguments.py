@@ -126,12 +126,22 @@ class TrainerArguments(metaclass=SuggestsNames):
             you: `seed_everything(seed)` before you build the module, or the argument `seed_everything`.
         seed_everything: call `seed_everything(seed)` when the trainer is made, so that a second run in the same process
             draws the same random numbers. A module that is built before has drawn its initial weights already.
+        verify_replay: run so many of the global steps twice, as a share from 0 to 1: forward and backward passes
+            again from the same state, before the optimizer moves. The bits of losses and gradients are compared, so
+            that errors of the hardware and nondeterministic operations are found. The run keeps its bits. It costs
+            about twice this share of a step's time.
+        on_replay_mismatch: what to do where they differ: `"stop"` raises `ReplayMismatchError`, `"warn"` logs a
+            warning, `"record"` does neither. The last two record the number of differences as
+            `"train/replay_mismatches"`.
         deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
             trainer works.
         float32_matmul_precision: how precisely products of float32 matrices are computed while the trainer works:
             `"highest"`, `"high"` (TF32 on GPUs that have it) or `"medium"`, as in
             `torch.set_float32_matmul_precision`. None keeps what is set in the process.
-        compile: compile the module's models with `torch.compile`, in place; a dict for its options.
+        compile: compile the module's models with `torch.compile`, in place; `"units"` compiles their repeated blocks
+            one at a time; a dict for its options, to which `"units": True` may be added.
+        activation_checkpointing: let the repeated blocks of the module keep their inputs alone, and compute their
+            activations again in the backward pass: less memory, a third more computation, the same bits.
         channels_last: store convolution weights in channels-last memory format.
         fast_paths: skip the overhead of public torch calls where the result has the same bits. False makes public calls
             only, to see whether a difference comes from there. `TRAINSTACK_FAST_PATHS`, 0 or 1, wins over it.
@@ -142,6 +152,8 @@ class TrainerArguments(metaclass=SuggestsNames):
         resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
             `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
             history start anew. `"weights"`: the module alone.
+        strict_resume: refuse a resume where something has changed that breaks exactness: arguments, versions, hardware,
+            data or code. The error names each item, and how to keep it.
         init_weights_from: a checkpoint (or a file `last` or `best`), an export, a folder of `save_pretrained`, a
             `.safetensors` file or its index, or the id of a model in the cache of `huggingface_hub`. The module starts
             from these weights as far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint
@@ -161,6 +173,10 @@ class TrainerArguments(metaclass=SuggestsNames):
             objects.
         report: write `report.html` and `run.json` beside the logs: what the run was and did, on one page; `"auto"`
             writes them where any writer but `"stdout"` is given.
+        record: what is recorded of each global step in `step_log` of the folder of the run, if the run writes any
+            file: `"steps"`, its loss, gradient norm, and digests of its samples and learning rates, at log points also
+            of its batch and the random states. `"full"` records at each step also digests of each gradient, weight and
+            optimizer state, which reads the device in every step. `"off"` records nothing.
         progress: `"auto"`, `"rich"`, `"plain"`, `"notebook"`, `"none"` or a `ProgressDisplay` of your own.
         default_callbacks: add `callbacks.default_callbacks()` to those that the trainer is given.
         disable_tqdm: True is the same as `progress="none"`.
@@ -194,6 +210,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     ALIASES: ClassVar = {
         "accelerator": 'device="cpu" or "cuda"',
         "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
+        "accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
         "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
         "bf16": 'backend="sp-bf16"',
         "devices": "device, and start one process each with torchrun",
@@ -243,13 +260,17 @@ class TrainerArguments(metaclass=SuggestsNames):
     use_gpu: bool = True
     seed: int = 0
     seed_everything: bool = False
+    verify_replay: float = 0.0
+    on_replay_mismatch: Literal["stop", "warn", "record"] = "stop"
     deterministic: bool | Literal["warn"] = False
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    compile: bool | Mapping[str, Any] = False
+    compile: bool | Literal["units"] | Mapping[str, Any] = False
+    activation_checkpointing: bool = False
     channels_last: bool = False
     fast_paths: bool = True
     resume: bool | str | PathLike[str] = False
     resume_mode: Literal["full", "weights_and_optimizer", "weights"] = "full"
+    strict_resume: bool = False
     init_weights_from: str | PathLike[str] | None = None
     init_weights_strict: bool = False
     reset_optimizers_schedulers: bool = False
@@ -261,6 +282,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     log_every: int | float = 50
     writers: Sequence[Any] = ("stdout", "csv")
     report: bool | Literal["auto"] = "auto"
+    record: Literal["steps", "full", "off"] = "steps"
     progress: Literal["auto", "rich", "plain", "notebook", "none"] | ProgressDisplay | None = "auto"
     default_callbacks: bool = False
     disable_tqdm: bool = False
@@ -389,16 +411,17 @@ class TrainerArguments(metaclass=SuggestsNames):
     def from_yaml(cls, path: str | PathLike[str]) -> TrainerArguments:
         """Read arguments from a YAML file of the form that `to_dict` gives. What it holds is data, and runs no code.
 
+        `path` may be an address, such as `s3://bucket/run/config.yaml`.
+
         Raises:
             ConfigurationError: the file is missing or long, is no YAML mapping in UTF-8, has anchors, tags or nested
                 values that are too deep, or holds a wrong key or value. Options that can run code are refused:
                 `allow_pickle`, and `options` of `compile`.
         """
-        from trainstack._yaml import read_yaml
-        from trainstack.trainer.plain_arguments import PlainInputs
+        from trainstack.trainer.plain_arguments import PlainInputs, read_config
 
         inputs = PlainInputs(cls)
-        inputs.add_mapping(read_yaml(path), str(path))
+        inputs.add_mapping(read_config(path), str(path))
         made: TrainerArguments = inputs.arguments()
         return made
 

@@ -11,8 +11,10 @@ from typing import Any
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.processes.world import current_device
 from trainstack.checkpointing import AbstractCheckpointer, Lease
+from trainstack.checkpointing.integrity.lineage import Lineage
 from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.changes import Change
 from trainstack.trainer.core.frozen_weights import FrozenWeights
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import ModuleExtras
@@ -26,8 +28,12 @@ from trainstack.trainer.tracking.log_sink import LogSink
 from trainstack.trainer.tracking.provenance import guard_of
 
 
-def _nothing() -> None:
-    """Stands for `sync_logs` while no writer is open."""
+def nothing() -> None:
+    """Stands for `sync_logs` and `log_head` while no log is open, and for `give_values` where nothing lacks values."""
+
+
+def ignore(path: Path) -> None:
+    """Stands for `note_saved` while no step log is open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,8 +41,8 @@ class RunContext:
     """What belongs to one trainer from its construction to its end.
 
     `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `lease`, `extras` and `said_of_buffers` are assigned
-    anew.
+    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `log_head`, `note_saved`, `lease`, `extras`,
+    `said_of_buffers`, `changes`, `give_values` and `lineage` are assigned anew.
 
     Attributes:
         module: the user's module.
@@ -54,12 +60,19 @@ class RunContext:
         busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
         directory: decides in which folder the run keeps its files.
         sync_logs: forces what the writers have written to the disk; called before a checkpoint is written.
+        log_head: forces the step log of this process to the disk, and gives the chain after its last block; called on
+            each process before a checkpoint is written.
+        note_saved: is told of each checkpoint that has become safe, on the main process.
         compiled: the models that `compile` has compiled; None without it, and before the run is made.
         lease: the right to write into the directories of the run; on the main process, while it is held. What writes
             there calls its `check` first.
         extras: values that an exact resume of the module needs beside its state.
         frozen: tells which frozen weights a checkpoint can leave out.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
+        changes: that a resume has found and the folder of the run has no record of yet.
+        give_values: called when the stack has placed the module, before optimizers are made; gives tensors on the meta
+            device their values.
+        lineage: where the weights of the run come from, and facts of its data.
     """
 
     module: ModuleInterface
@@ -77,9 +90,14 @@ class RunContext:
     sink: LogSink = field(default_factory=LogSink)
     busy: bool = False
     compiled: CompiledModels | None = None
-    sync_logs: Callable[[], None] = _nothing
+    sync_logs: Callable[[], None] = nothing
+    log_head: Callable[[], str | None] = nothing
+    note_saved: Callable[[Path], None] = ignore
     lease: Lease | None = None
     said_of_buffers: bool = False
+    changes: list[Change] = field(default_factory=list)
+    give_values: Callable[[], None] = nothing
+    lineage: Lineage = field(default_factory=Lineage)
     frozen: FrozenWeights = field(init=False)
     _world: World | None = field(default=None, init=False)
 

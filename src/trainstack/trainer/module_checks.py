@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainstack._tensor_classes import is_sharded
 from trainstack.backends import TrainerBackend
 from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
@@ -140,9 +141,28 @@ _TRAINER_METHODS = {
 """Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, with their counterparts."""
 
 
+_TRAINER_VALUES = {
+    "estimated_global_steps_per_epoch": "TrainerArguments(max_train_steps_per_epoch=...)",
+    "gradient_accumulation": "TrainerArguments(gpu_batch_size_limit=...)",
+    "train_step_batch_size": "TrainerArguments(train_batch_size=..., gpu_batch_size_limit=...)",
+    "val_step_batch_size": "TrainerArguments(val_batch_size=...)",
+    "train_sampler": "a loader with the sampler in get_train_dataloader of the module",
+    "val_sampler": "a loader with the sampler in get_val_dataloaders of the module",
+}
+"""What a trainer tells of itself and does not ask for, so that an override would change nothing in a run."""
+
+
+def overridden(kind: type, name: str) -> bool:
+    """Whether a class outside of the library defines `name` for `kind`."""
+    owner = next((one for one in kind.__mro__ if name in vars(one)), kind)
+    return name in vars(owner) and not owner.__module__.startswith("trainstack.")
+
+
 def _check_trainer_class(kind: type) -> None:
-    """Refuse a trainer with methods that another library's trainer calls."""
+    """Refuse a trainer with methods that another library's trainer calls, and values that no run reads."""
     unused = {name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name)}
+    values = _TRAINER_VALUES | getattr(kind, "unused_overrides", {})
+    unused |= {name: place for name, place in values.items() if overridden(kind, name)}
     if unused:
         instead = "; ".join(f"for {name} write {place}" for name, place in unused.items())
         raise ConfigurationError(f"{kind.__name__} defines {', '.join(unused)}, which no trainer calls: {instead}.")
@@ -436,13 +456,9 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
     held: set[int] = set()
     for position, optimizer in enumerate(optimizers):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in parameters if id(p) not in mine]
+        foreign = [p for p in parameters if id(p) not in mine]
         if foreign:
-            raise ModuleContractError(
-                f"optimizer {position} ({type(optimizer).__name__}) holds {len(foreign)} parameters that are not "
-                f"{type(module).__name__}'s, the first of shape {foreign[0]}. Make it over self.parameters(), and "
-                "make the model an attribute of the module before that."
-            )
+            raise _foreign(position, optimizer, foreign, module)
         twice = sum(id(p) in held for p in parameters)
         if twice:
             raise ModuleContractError(
@@ -460,6 +476,24 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
                 "makes itself gives each rank other weights"
             )
         log.warning(f"{count} trainable parameters are {outcome}: {names}")
+
+
+def _foreign(position: int, optimizer: Optimizer, foreign: Sequence[Tensor], module: nn.Module) -> ModuleContractError:
+    """The error for an optimizer with parameters that are not the module's."""
+    kind = type(optimizer).__name__
+    if not any(p.is_meta for p in foreign) and not any(map(is_sharded, module.parameters())):
+        return ModuleContractError(
+            f"optimizer {position} ({kind}) holds {len(foreign)} parameters that are not {type(module).__name__}'s, "
+            f"the first of shape {tuple(foreign[0].shape)}. Make it over self.parameters(), and make the model an "
+            "attribute of the module before that."
+        )
+    made = f"{kind}({{}}, lr={optimizer.defaults['lr']!r})" if "lr" in optimizer.defaults else f"{kind}({{}})"
+    return ModuleContractError(
+        f"optimizer {position} ({kind}) holds {len(foreign)} parameters that were replaced when the module was placed: "
+        "it was made before the module was sharded, or got its memory. Make it later: return "
+        f"{made.format('self.parameters()')} from get_optimizers_schedulers, or give SupervisedModule a function, "
+        f"optimizer=lambda parameters: {made.format('parameters')}."
+    )
 
 
 def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -293,14 +293,18 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
             f"{step}(self, global_step, batch, device), or return None from {loaders}."
         )
 
+    def _given_step(self, stage: Stage) -> Callable[..., Any] | None:
+        """The function that a trainer calls instead of the method for `stage`, bound to this module; None without."""
+        module, steps = _given_steps.get()
+        return MethodType(steps[stage], self) if module is self and stage in steps else None
+
     def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
         """Run the step that belongs to `stage`; what the backend calls."""
-        module, steps = _given_steps.get()
-        if module is self and stage in steps:
-            return steps[stage](self, batch=batch, device=device, global_step=global_step)
+        if isinstance(batch, NextPart):
+            return batch.run()
+        if (step := self._given_step(stage)) is not None:
+            return step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.TRAIN:
-            if isinstance(batch, NextPart):
-                return batch.run()
             return self.train_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.VAL:
             return self.val_step(batch=batch, device=device, global_step=global_step)
@@ -309,6 +313,14 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         if stage is Stage.PREDICT:
             return self.predict_step(batch=batch, device=device, global_step=global_step)
         raise AttributeError(f"stage {stage!r} is none of {[s.name for s in Stage]}")
+
+    def sharding_units(self) -> Sequence[str | type[nn.Module] | nn.Module] | None:
+        """The blocks that `fsdp`, `compile="units"` and `activation_checkpointing` work on one by one.
+
+        Return modules, their names, their classes or the names of these. Each forward pass has to call each of them.
+        None takes the blocks that an `nn.ModuleList` or `nn.Sequential` repeats.
+        """
+        return None
 
     def batch_weight(self, batch: Any) -> float:
         """How many items the loss of `batch` is a mean over: its samples, unless overridden.
@@ -359,6 +371,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
     def log(self, name: str, value: Any) -> None:
         """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.
+
+        Values of `val_step` and `test_step` are recorded once, at the end of the evaluation: their mean over the
+        samples of all loaders and processes. As in the loss, a batch counts by `batch_weight`; a batch in which nothing
+        was logged under `name` does not count. What `train_step` and hooks log is recorded each time.
 
         A module that no trainer has run yet keeps the value in `logged`, and says so once.
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
+from os import PathLike
 from typing import Any, get_type_hints
 
+from trainstack._files import is_address, remote_address
 from trainstack._keywords import check_known_fields
 from trainstack._kinds import Kind, Place, shorten
-from trainstack._yaml import Plain
+from trainstack._yaml import Plain, read_yaml
 from trainstack.backends.spec import known_layers
+from trainstack.checkpointing.remote.store import ObjectStore, require_store
 from trainstack.errors import ConfigurationError
 
 Path = tuple[str, ...]
@@ -31,8 +35,8 @@ CODE_ONLY = {
 }
 """Keys that no file, variable or word may set, and why. False and null are let through."""
 
-_COMPILE = Kind(types=frozenset([bool]), values=Kind(types=frozenset([bool, str, None])))
-_COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode")  # `options` may name a compiler to execute
+_COMPILE = Kind(types=frozenset([bool, str]), values=Kind(types=frozenset([bool, str, None])))
+_COMPILE_OPTIONS = ("units", "fullgraph", "dynamic", "backend", "mode")  # `options` may name a compiler to execute
 _KINDS = {
     "compile": _COMPILE,
     "writers": Kind(items=(Kind(types=frozenset([str])), list)),
@@ -46,6 +50,26 @@ def kinds_of(cls: type) -> dict[str, Kind]:
     """The kind of each field of the dataclass `cls`."""
     hints = get_type_hints(cls)
     return {field.name: _KINDS.get(field.name) or Kind.of(hints[field.name]) for field in dataclasses.fields(cls)}
+
+
+def read_config(path: str | PathLike[str]) -> dict[str, Plain]:
+    """The mapping in a YAML file of arguments, at a local path or at an address such as `s3://bucket/run/config.yaml`.
+
+    Raises:
+        ConfigurationError: the file does not exist, or has no mapping that `parse_yaml` reads.
+    """
+    if not is_address(path):
+        return read_yaml(path)
+    address = remote_address("config", path)
+    require_store(address)
+    return read_yaml(address, _read_object)
+
+
+def _read_object(address: str, limit: int) -> bytes:
+    content = ObjectStore(address).read("")
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", address)
+    return content
 
 
 class PlainInputs:

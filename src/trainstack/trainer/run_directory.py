@@ -24,9 +24,11 @@ from trainstack.checkpointing.filesystem import make_directory, sync_directory
 from trainstack.checkpointing.lease_file import is_held_here
 from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer.arguments import TrainerArguments
+from trainstack.trainer.core.changes import Change
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.run_files import RunFiles
 from trainstack.trainer.run_record import FILE_NAME, RunRecord, describe_run, read_record
+from trainstack.trainer.tracking.resume_log import append_resume
 
 if TYPE_CHECKING:
     from trainstack.checkpointing.remote.mirror import Mirror
@@ -340,6 +342,13 @@ class RunDirectory:
                 self._set(replace(self._record, finished=False))
                 if self.mirror is not None:
                     self.mirror.start()
+
+    def note_changes(self, global_step: int, changes: list[Change]) -> None:
+        """Add the changes since the checkpoint that is resumed to `resumes.jsonl`; empties the list."""
+        if self._is_claimed and changes:
+            with library_error(self.path):
+                append_resume(self.path, global_step, changes)
+            changes.clear()
 
     def end(self, *, finished: bool) -> None:
         """The training has ended; `finished` if it came to its end."""

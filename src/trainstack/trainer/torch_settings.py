@@ -14,22 +14,42 @@ from torch import nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.nn.modules import module as modules
 
+from trainstack.backends.model_units import Unit, find_units
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.recomputation import Recomputes, recompute_units
+
+Compile = bool | Literal["units"] | Mapping[str, Any]
+"""Whether models are compiled whole or unit by unit; or options, among which `"units": True` says the latter."""
 
 
 def prepare_model(
-    module: nn.Module, *, compiled: bool | Mapping[str, Any], channels_last: bool, private: bool
+    module: nn.Module,
+    *,
+    compiled: Compile,
+    channels_last: bool,
+    private: bool,
+    recomputes: bool = False,
+    units: Sequence[Unit] | None = None,
 ) -> CompiledModels | None:
-    """Compile the models in `module`, in place, and lay out their weights.
+    """Compile the models in `module`, in place, let its units recompute activations, and lay out weights.
 
     Steps themselves stay as they are, so hooks, logs and whatever else they do work as before.
-    The parts of `module` that hold parameters are its models. `compiled` may be options of `torch.compile`.
+    The parts of `module` that hold parameters are its models.
+
+    Args:
+        module: the user's module.
+        compiled: as the argument `compile`.
+        channels_last: for the weights of convolutions over images.
+        private: whether the run is private.
+        recomputes: whether units keep no activations for the backward pass.
+        units: those that the user has named; see `find_units`.
 
     Returns:
         What was compiled; None if nothing was to be.
 
     Raises:
-        ConfigurationError: `compiled` with `private` or without a model, or torch's default device is `meta`.
+        ConfigurationError: `compiled` or `recomputes` with `private` or without a part that it is for, or torch's
+            default device is `meta`.
     """
     if torch.get_default_device().type == "meta":
         raise ConfigurationError(
@@ -39,40 +59,71 @@ def prepare_model(
         )
     if channels_last:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if compiled is False:
-        return None
-    if private:
+    if private and (compiled is not False or recomputes):
+        name = "activation_checkpointing=True" if compiled is False else f"compile={compiled!r}"
         raise ConfigurationError(
-            "compile=True in a private run: the gradient of each record is taken by transforms that torch.compile does "
-            "not see through. Leave compile out."
+            f"{name} in a private run: the gradient of each record is taken by transforms that do not see through it. "
+            "Leave it out."
         )
-    options = {} if compiled is True else dict(compiled)
-    models = list(_models(module))
-    if not models:
+    recompute_units(module, [])  # what an earlier run has set up
+    options, by_unit = split_compile(compiled)
+    found = _blocks(module, units, compiled, recomputes) if by_unit or recomputes else []
+    models = [] if options is None else found if by_unit else list(_models(module))
+    if options is not None and not models:
         raise ConfigurationError(
             f"compile=True: {type(module).__name__} has no part with parameters that could be compiled. Put them into "
             "an nn.Module that the steps call, or leave compile out."
         )
     chosen = [model for model in models if not _is_compiled(model)]
     for model in chosen:
-        _compile(model, options)
-    return CompiledModels(len(chosen))
+        _compile(model, options or {})
+    if recomputes:
+        recompute_units(module, found)
+    return None if options is None else CompiledModels(len(chosen))
 
 
-def reuses_memory(module: nn.Module, compiled: bool | Mapping[str, Any]) -> bool:
+def _blocks(module: nn.Module, units: Sequence[Unit] | None, compiled: Compile, recomputes: bool) -> list[nn.Module]:
+    """The units of `module`, which are compiled or recompute one by one."""
+    found = find_units(module, units)
+    if recomputes and (compiled is not False or any(map(_is_compiled, found))):
+        raise ConfigurationError(
+            "activation_checkpointing=True with compiled blocks: torch does not run compiled code within a checkpoint. "
+            "Leave activation_checkpointing or the compilation out."
+        )
+    if not found:
+        name = "activation_checkpointing=True" if recomputes else f"compile={compiled!r}"
+        raise ConfigurationError(
+            f"{name}: {type(module).__name__} has no nn.ModuleList or nn.Sequential that repeats a block. Return the "
+            "blocks from a method sharding_units(), or leave the argument out."
+        )
+    return found
+
+
+def split_compile(compiled: Compile) -> tuple[dict[str, Any] | None, bool]:
+    """The options of `torch.compile`, None to compile nothing; and whether units are compiled one by one."""
+    if isinstance(compiled, bool):
+        return ({} if compiled else None), False
+    if isinstance(compiled, str):
+        return {}, True
+    options = dict(compiled)
+    by_unit = bool(options.pop("units", False))
+    return options, by_unit
+
+
+def reuses_memory(module: nn.Module, compiled: Compile) -> bool:
     """Whether a replayed CUDA graph may write to what an earlier step returned, without a new version of the tensor.
 
     Args:
         module: a part that the user or an earlier run has compiled counts, since its mode cannot be seen.
         compiled: options of `torch.compile`, of which some ask for CUDA graphs.
     """
-    options: Mapping[str, Any] = {} if isinstance(compiled, bool) else compiled
+    options = split_compile(compiled)[0] or {}
     return (
         options.get("mode") in ("reduce-overhead", "max-autotune")
         or options.get("backend") == "cudagraphs"
         or bool((options.get("options") or {}).get("triton.cudagraphs"))
         or any(map(_is_compiled, module.modules()))
-        or (compiled is False and any(getattr(part, "_compiled_call_impl", None) for part in module.modules()))
+        or (compiled is False and any(map(_compiled_call, module.modules())))
     )
 
 
@@ -87,9 +138,14 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_compiled(model: nn.Module) -> bool:
     """Whether the user has compiled it, by `Module.compile` or `torch.compile`. Names of torch 2.13.0."""
-    call = getattr(model, "_compiled_call_impl", None)
+    call = _compiled_call(model)
     by_earlier_run = getattr(call, "__module__", None) == __name__  # perhaps with other options
     return (call is not None and not by_earlier_run) or type(model).__name__ == "OptimizedModule"
+
+
+def _compiled_call(model: nn.Module) -> Any:
+    call = getattr(model, "_compiled_call_impl", None)
+    return None if isinstance(call, Recomputes) else call
 
 
 def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -255,15 +311,6 @@ def cpu_settings() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interop threads": torch.get_num_interop_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def merge_settings(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings of all ranks: a value where they agree, else the list of values by rank."""
-    values = {name: [settings[name] for settings in ranks] for name in ranks[0]}
-    return {
-        name: of_ranks[0] if of_ranks.count(of_ranks[0]) == len(of_ranks) else of_ranks
-        for name, of_ranks in values.items()
     }
 
 

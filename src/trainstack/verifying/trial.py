@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from trainstack.errors import LaunchError
-from trainstack.trainer import Trainer, seed_everything
+from trainstack.trainer import ModuleInterface, Trainer, TrainerArguments, seed_everything
 from trainstack.trainer.core.untracked import fingerprints_of_run, untracked_state
 from trainstack.verifying.changes import break_restore, limit_workers
+from trainstack.verifying.until import Until, replay_until
 
 POLL_INTERVAL_S = 0.002
 _FACTS = "facts.json"
@@ -100,6 +101,8 @@ class Job:
         port: where several processes meet; None where the process stands alone.
         surroundings: of this process.
         breaks: whether to leave one parameter as `__init__` made it, when the state is restored.
+        until: where a replay ends; None to train to the end of the training.
+        caller: the public function, for messages.
     """
 
     call: bytes
@@ -109,6 +112,8 @@ class Job:
     port: int | None
     surroundings: Surroundings = Surroundings()
     breaks: bool = False
+    until: Until | None = None
+    caller: str = "verify_resume"
 
     @property
     def output(self) -> Path:
@@ -140,7 +145,22 @@ def read_facts(folder: Path) -> Facts:
 
 
 def work(job: Job) -> None:
-    """Train to the end, unless killed."""
+    """Train to the end, or to where a replay ends, unless killed."""
+    set_up_process(job)
+    factory, (args,) = pickle.loads(job.call)
+    seed_everything(args.seed)
+    made = factory()
+    module, callbacks = made if isinstance(made, tuple) else (made, ())
+    asked = limit_workers(module, job.surroundings.workers)
+    if job.until is None:
+        _train_to_the_end(job, module, args, callbacks, asked)
+    else:
+        replay_until(job.until, module, args, callbacks, lambda trainer: _progress_of(trainer, job))
+    job.done.touch()
+
+
+def set_up_process(job: Job) -> None:
+    """Make this process the one that `job` describes: its group, its output, its rank, its threads."""
     os.setsid()  # so that all that this process starts can be killed with it
     output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -159,18 +179,16 @@ def work(job: Job) -> None:
             torch.set_num_threads(max(1, torch.get_num_threads() // job.nproc))
     if job.surroundings.threads is not None:
         torch.set_num_threads(job.surroundings.threads)
-    factory, (args,) = pickle.loads(job.call)
     os.environ["PYTHONHASHSEED"] = str(job.surroundings.hash_seed)  # that of processes that this one starts
-    seed_everything(args.seed)
-    made = factory()
-    module, callbacks = made if isinstance(made, tuple) else (made, ())
-    asked = limit_workers(module, job.surroundings.workers)
+
+
+def _train_to_the_end(job: Job, module: ModuleInterface, args: TrainerArguments, callbacks: Any, asked: Any) -> None:
     broken = break_restore(module) if job.breaks else []
     trainer = Trainer(module, args, callbacks=callbacks)
     _ = trainer.plan  # makes it ready: from here on it is training
     marks = partial(fingerprints_of_run, trainer.module, trainer.events.callbacks, trainer.trainer_backend.is_private)
     before = marks()
-    with _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext():
+    with _progress_of(trainer, job):
         trainer.train()
     if job.rank == 0:
         states = [trainer.module.get_state(), *(one.get_state() for one in trainer.events.callbacks.values())]
@@ -178,7 +196,10 @@ def work(job: Job) -> None:
         facts = {"untracked": names, "workers": max(asked, default=0), "broken": (broken or [""])[0]}
         (job.folder / _FACTS).write_text(json.dumps(facts))
     trainer.close()
-    job.done.touch()
+
+
+def _progress_of(trainer: Trainer, job: Job) -> AbstractContextManager[None]:
+    return _record_progress(trainer, job.folder) if job.rank == 0 else nullcontext()
 
 
 @contextmanager
@@ -300,7 +321,7 @@ class Trial:
         said = job.output.read_text(errors="replace").strip() if job.output.exists() else ""
         said = said[-3000:] or "(nothing)"
         raise LaunchError(
-            f"verify_resume: the process of {job.folder.name} {how} and said:\n{said}\n"
+            f"{job.caller}: the process of {job.folder.name} {how} and said:\n{said}\n"
             f"All of it is in {job.folder.parent}"
         )
 
@@ -313,10 +334,12 @@ def start_trial(
     context: Any,
     timeout_s: float,
     surroundings: Surroundings = Surroundings(),
-    *,
-    breaks: bool = False,
+    **options: Any,
 ) -> Iterator[Trial]:
-    """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end."""
+    """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end.
+
+    `options` are further attributes of `Job`: `breaks`, `until`, `caller`.
+    """
     folder.mkdir(parents=True)
     port, size = None, nproc or 1
     if nproc is not None:
@@ -324,7 +347,7 @@ def start_trial(
             listener.bind(("127.0.0.1", 0))
             port = int(listener.getsockname()[1])  # free, until a process takes it
     common: dict[str, Any] = {"call": call, "folder": folder, "nproc": size, "port": port}
-    common |= {"surroundings": surroundings, "breaks": breaks}
+    common |= {"surroundings": surroundings, **options}
     jobs = [Job(rank=rank, **common) for rank in range(size)]
     made = Trial(jobs, context, time.monotonic() + timeout_s)
     try:

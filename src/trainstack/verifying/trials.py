@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainstack.checkpointing.directory import read_manifest
-from trainstack.checkpointing.manifest import MODEL_FILE
+from trainstack.checkpointing.manifest import model_hash
 from trainstack.checkpointing.temp_dirs import TEMPORARY
 from trainstack.errors import ConfigurationError
 from trainstack.verifying.comparison import Divergence, checkpoints_of, compare
@@ -75,7 +75,7 @@ def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Pat
         seconds=outline.seconds,
         kills=(),
         asked=kills,
-        model_hash=read_manifest(end.path).files[MODEL_FILE].hash,
+        model_hash=model_hash(read_manifest(end.path)),
     )
     while report.counting < kills and report.divergence is None and report.trainings < 2 * kills + 10:
         training, missing = report.trainings + 1, kills - report.counting

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import random
@@ -17,6 +16,7 @@ from trainstack.backends.spec import expand_auto, parse_spec, registered_backend
 from trainstack.errors import ConfigurationError, LaunchError
 from trainstack.launching.options import check_not_in_worker, pickle_call
 from trainstack.trainer import Callback, ModuleInterface, TrainerArguments
+from trainstack.verifying.arguments import arguments_in
 from trainstack.verifying.report import ResumeReport
 from trainstack.verifying.trials import TrialSetup, run_trials
 
@@ -116,27 +116,7 @@ def _joins_processes(backend: str) -> bool:
 
 def _placed(args: TrainerArguments, place: Path, async_save: bool) -> TrainerArguments:
     """The same training, which keeps everything in `place`, and goes on from what lies there."""
-    saving = dataclasses.replace(
-        args.checkpointer_args,
-        save_dir=None,
-        model_state_save_dir=None,
-        load_dir=None,
-        load_filename=None,
-        async_save=async_save,
-        delete_existing_checkpoints=False,
-    )
-    return dataclasses.replace(
-        args,
-        output_dir=str(place),
-        overwrite=False,
-        resume="auto",
-        resume_mode="full",
-        reset_optimizers_schedulers=False,
-        checkpointer_args=saving,
-        writers=(),
-        writer_args=None,
-        progress="none",
-    )
+    return arguments_in(place, args, {"async_save": async_save}, resume="auto", writers=())
 
 
 def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:

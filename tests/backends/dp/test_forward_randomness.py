@@ -323,7 +323,7 @@ def test_a_resume_has_other_numbers_whatever_the_checkpoint_holds(
             begin = {**found["begin"], "training_rng": states}
             return {**found, "now": states, "epoch": states, "begin": begin}
 
-        monkeypatch.setattr("trainstack.trainer.run.run.rng_of_rank", with_states)
+        monkeypatch.setattr("trainstack.trainer.run.run_states.rng_of_rank", with_states)
     released = []
     for copy in ("a", "b"):
         ts.seed_everything(0)

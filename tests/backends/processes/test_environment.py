@@ -11,9 +11,11 @@ from trainstack.backends.processes.environment import (
     DistributedTrainingArguments,
     ProcessInfo,
     detect_process_info,
+    is_on_one_host,
     launch_help,
+    launcher_world_size,
 )
-from trainstack.backends.processes.slurm import expand_counts, expand_hosts
+from trainstack.backends.processes.slurm import expand_counts, expand_hosts, port_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -111,6 +113,42 @@ def test_env_variables_exported_by_hand() -> None:
     assert (found(together).local_size, found(together).node_rank) == (2, 0)
     alone = found({"RANK": "0", "WORLD_SIZE": "1"})
     assert (alone.size, alone.local_rank, alone.master_addr) == (1, 0, "127.0.0.1")
+
+
+PODS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "2900"}
+
+
+def test_pods_have_no_local_rank() -> None:
+    """E-S13: Kubeflow and SageMaker set four variables."""
+    pod = found(PODS)
+    assert (pod.rank, pod.local_rank, pod.local_size, pod.node_rank) == (1, 0, 1, 1)
+    assert not is_on_one_host(pod, PODS)
+    master = found(PODS, RANK="0", MASTER_ADDR="localhost", KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert (master.rank, master.local_rank, master.local_size) == (0, 0, 1)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_processes_of_one_machine_need_a_local_rank(rank: str) -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"LOCAL_RANK is missing, and MASTER_ADDR=127.0.0.1 says.*0 where"):
+        found(PODS, RANK=rank, MASTER_ADDR="127.0.0.1")
+    with pytest.raises(ts.ConfigurationError, match="LOCAL_RANK is missing"):
+        found(PODS, RANK=rank, LOCAL_WORLD_SIZE="2")
+
+
+def test_the_local_executor_of_submitit() -> None:
+    """E-S14."""
+    variables = {
+        "SUBMITIT_LOCAL_JOB_ID": "4235",
+        "SUBMITIT_LOCAL_NTASKS": "2",
+        "SUBMITIT_LOCAL_GLOBALID": "1",
+        "SUBMITIT_LOCAL_LOCALID": "1",
+    }
+    task = found(variables)
+    assert (task.rank, task.size, task.local_rank, task.local_size, task.node_rank) == (1, 2, 1, 2, 0)
+    assert (task.launcher, task.master_addr, task.master_port) == ("submitit", "127.0.0.1", port_of(4235))
+    assert launcher_world_size(variables) == 2
+    assert is_on_one_host(task, variables)
+    assert found(TORCHRUN | variables).launcher == "torchrun"
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -26,7 +26,7 @@ from trainstack.backends.processes.opening import (
     group_seconds,
     reachable_address,
 )
-from trainstack.backends.processes.rendezvous import Agreement, Member, run_identity
+from trainstack.backends.processes.rendezvous import Agreement, Member, packed_members, run_identity
 
 
 def member(name: str, nonce: str, **changes: Any) -> Member:
@@ -143,8 +143,9 @@ class TestTokens:
         meeting._store.set("trainstack/round", '{"nonce": "a0", "run": {"script": "train.py"}, "host": "h"}')
         mine = member("A", "a1")
         meeting._store.set(
-            "trainstack/a0/confirmed", stranger._sign("confirmed", f'[{{}}, {{"nonce": "{mine.nonce}"}}]')
+            "trainstack/a0/confirmed", stranger._sign("confirmed", packed_members({0: member("A", "a0"), 1: mine}))
         )
+        meeting._store.set(f"trainstack/reply/{mine.nonce}", "")
         with pytest.raises(TimeoutError, match="rank 0 did not come"):
             meeting.come(mine, 1, token="secret", seconds=0.05).result(patience(10))
 

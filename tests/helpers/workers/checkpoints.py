@@ -58,7 +58,7 @@ def streams(directory: str, stop_at: int | None = None, **changes: Any) -> dict[
     }
 
 
-def killed_once(directory: str, node_dies: bool = False) -> dict[str, Any]:
+def killed_once(directory: str, node_dies: bool = False, backend: str = "ddp") -> dict[str, Any]:
     """In the sixth step of the first round rank 1 is killed, or a whole node; the launcher starts the group again."""
 
     class Dies(Uneven):
@@ -72,7 +72,7 @@ def killed_once(directory: str, node_dies: bool = False) -> dict[str, Any]:
 
     module, saving = Dies(), ts.DefaultCheckpointerArguments(every_n_steps=1)
     made: dict[str, Any] = {"train_batch_size": 12, "epochs": 2, "log_every": 4, "val_batch_size": 7}
-    trainer = ts.Trainer(module, arguments(directory, backend="ddp", checkpointer_args=saving, resume="auto", **made))
+    trainer = ts.Trainer(module, arguments(directory, backend=backend, checkpointer_args=saving, resume="auto", **made))
     trainer.train()
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     return {

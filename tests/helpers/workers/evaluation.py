@@ -160,3 +160,25 @@ def capture(logger: str) -> Iterator[list[str]]:
         yield said
     finally:
         logging.getLogger(logger).removeHandler(handler)
+
+
+def logged_means(backend: str) -> dict[str, list[float]]:
+    """What `val_step` logs of 101 samples in batches of 7, and of two in a loader that gives one process nothing."""
+
+    class Logs(Classifier):
+        def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+            parts = {"many": self.dataset, "few": torch.utils.data.Subset(self.dataset, [0, 1])}
+            return {key: DataLoader(part, batch_size, sampler=sampler(part)) for key, part in parts.items()}
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.log("val/mean", batch[0].mean())
+            if len(batch[0]) < batch_size:
+                self.log("val/short", float(batch[0][0, 0]))
+            return batch[0].mean(), None
+
+    batch_size = 7
+    module = Logs(numbers(101, dtype=torch.float64), dtype=torch.float64, lr=0.0)
+    args = arguments("unused", backend=backend, val_batch_size=batch_size, train_batch_size=12, epochs=2)
+    trainer = ts.Trainer(module, args)
+    trainer.train()
+    return {name: trainer.history.get_metric_values(name) for name in ("val/mean", "val/short", "val/many/loss")}

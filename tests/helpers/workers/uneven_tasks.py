@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import arguments, weights
+from trainstack.backends.fsdp import whole
 
 FEATURES = 4
 UNUSED = {"find_unused_parameters": True}
@@ -353,7 +354,9 @@ def counting(calls: Counter[str]) -> ts.Callback:
 def train(name: str, samples: int, backend: str = "ddp", limit: int | None = None) -> dict[str, Any]:
     """Train a task with 12 samples a step; weights, optimizer states, losses and counts of calls."""
     module = TASKS[name](samples)
-    made: dict[str, Any] = {"backend_options": {"ddp": module.options}} if backend == "ddp" and module.options else {}
+    known = {"ddp": module.options, "fsdp": {key: on for key, on in module.options.items() if key in UNUSED}}
+    options = known.get(backend, {})
+    made: dict[str, Any] = {"backend_options": {backend: options}} if options else {}
     args = arguments(
         "unused",
         backend=backend,
@@ -368,7 +371,7 @@ def train(name: str, samples: int, backend: str = "ddp", limit: int | None = Non
     trainer = ts.Trainer(module, args, callbacks=[*module.callbacks(), counting(module.calls)])
     trainer.train()
     states = [
-        entry.double().tolist()
+        whole(entry).double().tolist()
         for optimizer in trainer.optimizers
         for _, state in sorted(optimizer.state_dict()["state"].items())
         for entry in state.values()
@@ -383,6 +386,6 @@ def train(name: str, samples: int, backend: str = "ddp", limit: int | None = Non
     }
 
 
-def train_all(name: str, layouts: list[tuple[int, int | None]]) -> list[dict[str, Any]]:
+def train_all(name: str, layouts: list[tuple[int, int | None]], backend: str = "ddp") -> list[dict[str, Any]]:
     """Several trainings of one task, one after the other."""
-    return [train(name, samples, limit=limit) for samples, limit in layouts]
+    return [train(name, samples, backend=backend, limit=limit) for samples, limit in layouts]

@@ -204,7 +204,7 @@ def objects(allow_pickle: bool, samples: int = 3) -> Any:
 
 
 def collectives(case: str) -> dict[str, int]:
-    """The collectives that Python starts in a run of 40 steps, beside those of buckets; those of pickles by name."""
+    """What Python starts in a run of 40 steps, beside buckets: collectives, messages to one rank, pickles."""
     counts: dict[str, int] = {"objects": 0}
 
     def counted(owner: Any, name: str, key: str) -> Any:
@@ -226,7 +226,7 @@ def collectives(case: str) -> dict[str, int]:
         "gpu_batch_size_limit": 1 if "accumulated" in case else 4,
     }
     trainer = ts.Trainer(module, arguments("unused", backend="ddp", **made))
-    names = ("allreduce", "allgather", "broadcast", "barrier", "gather", "scatter")
+    names = ("allreduce", "allgather", "broadcast", "barrier", "gather", "scatter", "send")
     pickled = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
     patches = [counted(dist.ProcessGroup, name, name) for name in names] + [
         counted(dist, name, "objects") for name in pickled

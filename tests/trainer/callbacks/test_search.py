@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import trainstack as ts
+from tests.helpers.processes import run_world
+from tests.helpers.workers.search import pruned
 from trainstack.errors import ConfigurationError
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -96,25 +98,18 @@ def test_a_real_study_prunes(tmp_path: Path) -> None:
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED"]
 
 
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_metrics_and_weights_are_reported_to_ray(checkpoint: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    reports: list[tuple[Any, Any]] = []
+@pytest.mark.distributed
+def test_the_main_process_prunes_all_processes(tmp_path: Path) -> None:
+    """A study over two processes and 17 samples: the second trial is pruned after its second epoch."""
+    pytest.importorskip("optuna")
+    main, other = run_world(2, pruned, directory=str(tmp_path))
 
-    def report(metrics: Any, checkpoint: Any = None) -> None:
-        reports.append((metrics, None if checkpoint is None else ts.read_model(checkpoint)))
-
-    place = types.SimpleNamespace(get_world_rank=lambda: 0, get_trial_id=lambda: None)
-    part = types.SimpleNamespace(get_context=lambda: place, report=report)
-    part.Checkpoint = types.SimpleNamespace(from_directory=lambda path: path)
-    ray = types.ModuleType("ray")
-    ray.train = ray.tune = part  # type: ignore[attr-defined]
-    for name, module in {"ray": ray, "ray.train": part, "ray.tune": part}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    trainer = make(tmp_path, [ts.callbacks.RayReport(checkpoint=checkpoint), ts.callbacks.EMA()], validate_every=-2)
-    trainer.train()
-    assert [metrics["epoch"] for metrics, _ in reports] == [0, 1, 2, 3]
-    assert reports[-1][0]["val/loss"] == trainer.history.get_latest_metric("val/loss")
-    last = reports[-1][1]
-    assert (last is not None) is checkpoint
-    if last is not None:  # those that were evaluated
-        assert all(map(torch.equal, last.values(), trainer.module.parameters()))
+    assert main["states"] == [["COMPLETE", [0, 1, 2]], ["PRUNED", [0, 1]]]
+    assert other["states"] == ["TrialPruned"]
+    assert main["results"] == other["results"]
+    reason = "Optuna has pruned the trial at epoch 1"
+    assert main["results"] == [["completed", 9, None], [reason, 6, reason]]
+    newest = [ts.list_checkpoints(tmp_path / str(number) / "checkpoints")[-1] for number in range(2)]
+    assert [info.global_step for info in newest] == [9, 6]
+    assert main["failure"] == "ConnectionError: no storage"
+    assert "reporting to the Optuna trial failed on rank 0" in other["failure"]

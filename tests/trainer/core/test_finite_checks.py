@@ -112,5 +112,5 @@ def test_taking_a_checkpoint_makes_nothing_large(tmp_path: Path) -> None:
     trainer.train()
     (optimizer,) = trainer.optimizers
     with LargestResult(module.table, *optimizer.state[module.table].values()) as largest:
-        trainer._ready().take_checkpoint(trainer._ready().loop.get_state)
+        trainer._take_checkpoint()
     assert largest.bytes <= 1 << 18

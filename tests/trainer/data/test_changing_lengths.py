@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, default_collate
 
 import trainstack as ts
 from tests.helpers.processes import run_world
@@ -94,3 +95,112 @@ def test_a_stream_without_an_end_asks_for_one(
         streamed(directory=str(tmp_path), **end)
 
     assert caplog.text.count("the training loader has no length") == said
+
+
+class Lists:
+    """Tokens of another data set, as a packed one takes them."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.samples.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return [index] * (1 + index)
+
+    @staticmethod
+    def masked(rows: list[Any]) -> Any:
+        """A batch of rows or of sequences."""
+        if isinstance(rows[0], tuple):
+            return pad(rows)
+        batch = default_collate(rows)
+        tokens = batch["input_ids"].double()
+        return {"index": tokens[:, 0].long(), "tokens": tokens, "mask": torch.ones_like(tokens, dtype=torch.bool)}
+
+
+class Curriculum(Sequences):
+    """4 samples in the first epoch, 8 in the next, 12 in the third; which tokens they have depends on the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.count = epoch, 4 * (epoch + 1)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.begin + index, super().__getitem__(index)[1] + self.epoch
+
+
+def of_curriculum(kind: str, *, kept: bool, workers: int = 0) -> Any:
+    """Makes loaders over data that grow, with the same data sets in each epoch or with new ones."""
+    sets = [Curriculum(), Curriculum()]
+    options: dict[str, Any] = {"collate_fn": pad, "num_workers": workers, "persistent_workers": workers > 0}
+
+    def make(sampler: Any, size: int) -> Any:
+        one, two = sets if kept else (Curriculum(), Curriculum())
+        if kind == "grouped":
+            return DataLoader(one, size, sampler=ts.LengthGroupedSampler([1 + i for i in range(len(one))]), **options)
+        if kind == "concatenated":
+            joined: Any = ConcatDataset([one, two])
+            return DataLoader(joined, size, sampler=sampler(joined), **options)
+        return {
+            name: DataLoader(each, size, sampler=sampler(each), **options) for name, each in (("a", one), ("b", two))
+        }
+
+    return make
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kind", ["several", "grouped", "concatenated"])
+def test_what_is_laid_out_for_an_epoch_has_its_length(kind: str, kept: bool, tmp_path: Path) -> None:
+    options: Any = {"directory": str(tmp_path), "train_batch_size": 4, "epochs": 3}
+    make = of_curriculum(kind, kept=kept)
+    if kind != "several" and not kept:
+        with pytest.raises(ts.ModuleContractError, match=r"[Mm]ake (it|the sampler) in get_train_dataloader"):
+            run(make, **options)
+        return
+    seen = run(make, combine_loaders="min" if kind == "several" else None, **options)["seen"]
+    times = {"several": 1, "grouped": 1, "concatenated": 2}[kind]
+    assert len(seen) == times * (1 + 2 + 3)
+    last = sorted(index for step in seen[-3 * times :] for name, index in step if name != "b")
+    assert last == sorted([*range(12)] * times)
+
+
+@pytest.mark.processes
+def test_persistent_workers_see_several_loaders_grow(tmp_path: Path) -> None:
+    options: Any = {"train_batch_size": 4, "epochs": 3, "combine_loaders": "min"}
+    plain = run(of_curriculum("several", kept=True), directory=str(tmp_path / "a"), **options)
+    worked = run(of_curriculum("several", kept=True, workers=1), directory=str(tmp_path / "b"), **options)
+    assert (worked["seen"], worked["weights"]) == (plain["seen"], plain["weights"])
+
+
+def test_rows_and_concatenations_of_another_length_are_refused(tmp_path: Path) -> None:
+    grows = Curriculum()
+    fixed: Any
+    for fixed in (ConcatDataset([grows, Sequences(4)]), ts.PackedDataset(Lists(grows), 30)):
+        grows.set_epoch(0)
+        with pytest.raises(ts.ModuleContractError, match="Make it in get_train_dataloader"):
+            run(
+                lambda sampler, size, data=fixed: DataLoader(
+                    data, size, sampler=sampler(data), collate_fn=Lists.masked
+                ),
+                directory=str(tmp_path),
+                train_batch_size=2,
+            )
+
+
+@pytest.mark.parametrize("stop_at", [2, 6])
+def test_samples_that_depend_on_the_epoch_raise_no_alarm(
+    stop_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: Any = {"directory": str(tmp_path), "every_step": 1, "train_batch_size": 2, "combine_loaders": "min"}
+    whole = run(of_curriculum("several", kept=True), **{**options, "directory": str(tmp_path / "whole")})
+    run(of_curriculum("several", kept=True), stop_at=stop_at, **options)
+    rest = run(of_curriculum("several", kept=True), resume=True, **options)
+    assert rest["weights"] == whole["weights"]
+    assert "data.sample " not in caplog.text

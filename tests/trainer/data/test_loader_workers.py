@@ -19,7 +19,7 @@ from tests.helpers.modules import Classifier, Noisy, arguments
 from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT
 from trainstack.trainer.data.loading import Fetcher
-from trainstack.trainer.data.training_data import OverfitSubset
+from trainstack.trainer.data.overfitting import OverfitSubset
 
 pytestmark = pytest.mark.timeout(patience(60))
 
@@ -129,7 +129,7 @@ def test_workers_have_the_dataset_of_the_user(overfit: bool) -> None:
         Scaled(), 2, num_workers=1, worker_init_fn=set_up, collate_fn=collate, persistent_workers=not overfit
     )
     if overfit:
-        loader = OverfitSubset(2, 2, seed=0).of(loader, 1)
+        loader = OverfitSubset(2, 2, seed=0, version=0).of(loader, 1)
     fetcher = Fetcher(loader, 0)
     for epoch in (0, 1):
         batches = list(fetcher.batches(epoch, torch.arange(4).split(2)))

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -167,3 +168,28 @@ def test_a_private_run_refuses_packed_rows(tmp_path: Path) -> None:
     module = Rows(nn.Linear(1, 1), nn.MSELoss(), "sgd", documents())
     with pytest.raises(ts.PrivacyError, match="a row of a PackedDataset holds several documents"):
         ts.Trainer(module, arguments(tmp_path, backend="sp-dp", train_batch_size=2)).train()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
+def test_narrow_tokens_of_a_file_keep_labels_that_are_ignored(kind: Any) -> None:
+    row = ts.PackedDataset([np.array([1, 2, 3], dtype=kind), np.array([4, 5], dtype=kind)], 8)[0]
+
+    assert row["labels"].tolist() == [-100, 2, 3, -100, 5, -100, -100, -100]
+    assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([{"input_ids": [1, 2, 3], "w": [1, 1, 1]}, {"input_ids": [5, 6, 7, 8]}], "same fields"),
+        ([[1] * 8, {"input_ids": [1, 2], "attention_mask": [0, 0]}], "attention_mask is 0"),
+        ([torch.ones(1, 3, dtype=torch.long)], "batch dimension"),
+        ([torch.ones(3)], r"write \.long"),
+        (["abc"], "sample 0 is no sequence of tokens"),
+    ],
+)
+def test_samples_that_would_not_lie_under_their_tokens_are_refused(samples: Any, words: str) -> None:
+    with pytest.raises(ts.ModuleContractError, match=words):
+        ts.PackedDataset(samples, 8)[0]
+    with pytest.raises(ts.ConfigurationError, match=r"lengths\[1\]=0"):
+        ts.PackedDataset([[1], [2]], 8, lengths=[1, 0])

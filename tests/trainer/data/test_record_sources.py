@@ -40,6 +40,13 @@ class Wrapped(Dataset[Any]):
         (Wrapped(Wrapped(TRAINING)), True),
         (Wrapped(Subset(FULL, [19])), False),
         (TensorDataset(torch.zeros(20, 2)), False),
+        (Subset(FULL, range(14, 20, 5)), True),
+        (Subset(FULL, range(15, 20, 2)), False),
+        (Subset(FULL, range(19, 13, -1)), True),
+        (Subset(Subset(FULL, range(1, 20, 3)), range(5, 7)), False),
+        (Subset(Subset(FULL, range(1, 20, 3)), [4, 6]), True),
+        (Subset(ConcatDataset([FULL, Wrapped(FULL)]), range(19, 40, 2)), False),
+        (Subset(ConcatDataset([Wrapped(FULL), FULL]), range(19, 40, 2)), True),
     ],
 )
 def test_common_records_are_found_through_wrappers_and_memory(other: Any, shares: bool) -> None:
@@ -57,7 +64,29 @@ def test_common_records_are_found_through_wrappers_and_memory(other: Any, shares
         (TensorDataset(torch.zeros(1, 2).expand(5, 2)), 1),
         (Wrapped(FULL), 1),
         (Subset(FULL, []), 0),
+        (Subset(FULL, range(0, 20, 3)), 1),
+        (Subset(ConcatDataset([FULL, FULL]), range(0, 40, 20)), 2),
     ],
 )
 def test_repeats_of_a_record_are_counted(dataset: Any, times: int) -> None:
     assert most_repeats(dataset) == times
+
+
+class Virtual(Dataset[Any]):
+    def __len__(self) -> int:
+        return 10**12
+
+
+def test_data_sets_of_any_length_are_compared_at_once() -> None:
+    training = Subset(HUGE, range(10**12 - 10))
+
+    assert most_repeats(training) == 1
+    assert shares_records(Subset(HUGE, range(10**12 - 11, 10**12)), training)
+    assert not shares_records(Subset(HUGE, range(10**12 - 10, 10**12)), training)
+    assert shares_records(Subset(HUGE, [5, 10**12 - 1]), training)
+    assert not shares_records(Subset(HUGE, [10**12 - 1]), Subset(HUGE, range(0, 10**12, 2)))
+    assert not shares_records(Subset(HUGE, range(1, 10**12, 2)), Subset(HUGE, range(0, 10**12, 2)))
+    assert shares_records(ConcatDataset([Virtual(), HUGE]), training)
+
+
+HUGE = Virtual()

@@ -11,7 +11,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
-from trainstack.trainer.run.run import Run
+from trainstack.trainer.run.due_work import DueWork
 
 EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
 
@@ -66,8 +66,8 @@ def test_weights_and_random_numbers_are_those_of_a_run_that_never_validates(back
 
 def test_a_step_costs_nothing_where_no_step_is_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    attend = Run._on_due
-    monkeypatch.setattr(Run, "_on_due", lambda run, *rest: (looks.append(run.state.global_step), attend(run, *rest)))
+    attend = DueWork.attend
+    monkeypatch.setattr(DueWork, "attend", lambda due: (looks.append(due.state.global_step), attend(due)))
     train(module(), tmp_path, epochs=3, validate_every=-3, log_every=1000)
     assert looks == []
     train(module(), tmp_path, epochs=3, validate_every=4, log_every=1000)

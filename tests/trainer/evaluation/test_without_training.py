@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train
@@ -207,3 +207,68 @@ def test_a_stream_evaluates_as_it_is_read_and_leaves_the_module_as_it_was(tmp_pa
     assert torch.allclose(torch.cat([first + 1.0, *rest]), now)
     with pytest.raises(ts.ConfigurationError, match="give one loader or data set, and no pad_value"):
         trainer.predict({"a": numbers(3)}, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "convert"),
+    [(-0.5, Tensor.long), (2, Tensor.bool), (-1, lambda rows: rows.to(torch.uint8)), (float("nan"), Tensor.long)],
+)
+def test_a_pad_value_that_the_dtype_does_not_hold_is_refused(pad_value: Any, convert: Any, tmp_path: Path) -> None:
+    class Converted(Rows):
+        def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return convert(batch)
+
+    trainer = ts.Trainer(Converted(), arguments(tmp_path))
+    rows = [torch.ones(length) for length in LENGTHS]
+    with pytest.raises(ts.ModuleContractError, match=r"pad_value=.* with tensors of torch\..*cannot hold it"):
+        trainer.predict(rows, batch_size=2, collate_fn=pad, pad_value=pad_value)
+
+
+def test_data_and_batch_sizes_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    trainer = ts.Trainer(Rows(), arguments(tmp_path))
+    with pytest.raises(ts.ConfigurationError, match="gave None in the place of data"):
+        trainer.predict(None)
+    with pytest.raises(ts.ModuleContractError, match="returned str under 'default'"):
+        trainer.predict("train.csv")
+    for size in (0, -2, 2.5, True):
+        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write a whole number"):
+            trainer.predict([torch.ones(1)], batch_size=size)
+        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write a whole number"):
+            trainer.validate(batch_size=size)
+
+
+def test_a_batch_size_makes_batches_of_an_iterable_data_set(tmp_path: Path) -> None:
+    class Numbers(IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter(torch.arange(7.0)[:, None])
+
+    trainer = ts.Trainer(Rows(), arguments(tmp_path))
+    found = list(trainer.predict(Numbers(), batch_size=3, stream=True))
+    assert [one["ids"].flatten().tolist() for one in found] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_lists_with_an_item_for_each_sample_are_told_the_way(tmp_path: Path) -> None:
+    class Texts(Rows):
+        def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return [str(row) for row in batch]
+
+    trainer = ts.Trainer(Texts(), arguments(tmp_path))
+    with pytest.raises(ts.ModuleContractError, match=r"If it has one for each sample, read predict\(\.\.\., stream"):
+        trainer.predict(TensorDataset(torch.ones(5)), batch_size=2, collate_fn=lambda rows: [row[0] for row in rows])
+
+
+def test_averaged_weights_of_a_checkpoint_that_nobody_evaluates_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(resume: Any, *callbacks: Any) -> ts.Trainer:
+        args = arguments(tmp_path, resume=resume, checkpointer_args=ts.DefaultCheckpointerArguments())
+        return ts.Trainer(Classifier(validate=True), args, callbacks=callbacks)
+
+    trained = made(False, ts.callbacks.EMA(0.9), ts.callbacks.EarlyStopping(patience=9))
+    trained.train()
+    averaged = made("auto", ts.callbacks.EMA(0.9)).validate().metrics["val/loss"]
+    assert averaged == trained.validate().metrics["val/loss"]
+    assert "evaluated with weights" not in caplog.text
+    assert made("auto").validate().metrics["val/loss"] != averaged
+    assert caplog.text.count("evaluated with weights of its callback 'EMA'") == 1
+    assert "EarlyStopping" not in caplog.text

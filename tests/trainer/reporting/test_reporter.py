@@ -87,7 +87,7 @@ class BreaksAtLine(ts.Writer):
         pass
 
     def text(self, line: str) -> None:
-        if line.startswith("epoch 2/2"):
+        if line.startswith("epoch=2/2"):
             raise KeyboardInterrupt
 
 
@@ -103,9 +103,9 @@ def test_log_points_may_be_a_fraction_of_all_steps(tmp_path: Path) -> None:
 def test_the_epoch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Logs(validate=True), tmp_path, epochs=2, writers=["stdout"])
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch=")]
     assert len(lines) == 2
-    for part in ("epoch 2/2", "step 12", "train/loss ", "val/loss ", "val/right "):
+    for part in ("epoch=2/2 step=12 train/loss=", " val/loss=", " val/right="):
         assert part in lines[1]
 
 

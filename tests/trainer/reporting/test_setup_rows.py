@@ -21,7 +21,7 @@ def plan_of(
     module: ts.ModuleInterface, path: Path, capsys: pytest.CaptureFixture[str], **changes: Any
 ) -> dict[str, str]:
     train(module, path, writers=["stdout"], report=False, **changes)
-    table = capsys.readouterr().out.partition("epoch 1/")[0]
+    table = capsys.readouterr().out.partition("epoch=1/")[0]
     assert len(table.splitlines()) <= 14
     return {line[:21].strip(): line[23:] for line in table.splitlines() if line[:21].strip()}
 
@@ -79,7 +79,7 @@ def test_the_plan_names_what_is_unusual(
     assert rows["gradients"] == gradients
 
 
-@pytest.mark.parametrize("backend", stacks_that_run_here(private=True))
+@pytest.mark.parametrize("backend", stacks_that_run_here())
 def test_the_plan_of_every_stack_has_the_rows(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = plan_of(Classifier(numbers(16)), tmp_path, capsys, backend=backend)
     assert {"order", "gradients", "optimizer", "parameters"} <= rows.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
 from trainstack.checkpointing.directory import read_manifest
-from trainstack.trainer import torch_settings
-from trainstack.trainer.torch_settings import merge_settings
+from trainstack.trainer.start_description import merge_environments
 
 SAVING = ts.DefaultCheckpointerArguments()
 
@@ -38,43 +38,42 @@ def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.L
     torch.set_num_threads(2)
     trained = go_on(tmp_path, 1)
     manifest = read_manifest(ts.list_checkpoints(tmp_path / "checkpoints")[0].path)
-    assert manifest.metadata["cpu"] == {
-        "threads": 2,
-        "interop threads": torch.get_num_interop_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+    kept = manifest.metadata["start"]["environment"]
+    assert {name: text for name, text in kept.items() if name.startswith("cpu ")} == {
+        "cpu threads": "2",
+        "cpu interop threads": str(torch.get_num_interop_threads()),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
     }
     trained.export(tmp_path / "export")
-    assert "cpu" not in read_manifest(tmp_path / "export").metadata
+    assert "start" not in read_manifest(tmp_path / "export").metadata
 
     go_on(tmp_path, 2, resume=True)
     assert warnings_in(caplog) == []
     torch.set_num_threads(1)
     go_on(tmp_path, 3, resume=True)
-    assert warnings_in(caplog) == [
-        "the checkpoint was written with 2 threads of torch on the CPU; the run goes on with 1 thread. The result may "
-        "differ in the last bits. To keep the same bits, set OMP_NUM_THREADS=2."
-    ]
+    [said] = warnings_in(caplog)
+    assert re.search(r"environment\.cpu threads +2 +1 +same samples, other bits", said)
+    assert "To keep the saved values: set OMP_NUM_THREADS=2." in said
 
 
 def test_another_cpu_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on(tmp_path, 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
     go_on(tmp_path, 2, resume=True)
-    assert warnings_in(caplog)[0].startswith("the checkpoint was written with ")
-    assert "of torch on the CPU; the run goes on with instructions VSX. The result may" in warnings_in(caplog)[0]
+    assert re.search(r"environment\.cpu capability +\w+ +VSX +same samples, other bits", warnings_in(caplog)[0])
 
 
 def test_a_checkpoint_without_settings_is_resumed_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainstack.trainer.resume.saving.cpu_settings", dict)
+    monkeypatch.setattr("trainstack.trainer.resume.checkpoint_states.START", "before there was one")
     go_on(tmp_path, 1)
     monkeypatch.undo()
     go_on(tmp_path, 2, resume=True)
     assert warnings_in(caplog) == []
 
 
-def test_settings_of_ranks_are_one_value_where_they_agree() -> None:
-    one = torch_settings.cpu_settings()
-    assert merge_settings([one, one]) == one
-    assert merge_settings([one, one | {"threads": 7}])["threads"] == [one["threads"], 7]
+def test_environments_of_ranks_are_one_text_where_they_agree() -> None:
+    one = {"cpu threads": "2", "device": "cpu"}
+    assert merge_environments([one, one]) == one
+    assert merge_environments([one, one | {"cpu threads": "7"}]) == {"cpu threads": "2, 7", "device": "cpu"}

@@ -136,6 +136,15 @@ class Reshapes(Small):
         return 1 + self.mean[0] + self.count
 
 
+class Wide(Small):
+    """The weights of a layer are too large for a checkpoint to keep what they were when the epoch began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 3000), nn.Tanh(), nn.Linear(3000, 3))
+
+
 class Noise(ts.Callback):
     def __init__(self) -> None:
         self.rng = torch.Generator().manual_seed(3)
@@ -150,6 +159,7 @@ CASES: dict[str, Callable[[], Made]] = {
     **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (Logs, FreezesAtStep, ThawsAtEpochEnd)},
     **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (FreezesByEpoch, Averages, Reshapes)},
     "Freezer": lambda: (Small(), [ts.callbacks.Freezer("net.0", until_epoch=2)]),
+    "Freezer and EMA": lambda: (Wide(), [ts.callbacks.Freezer("net.0", until_epoch=2), ts.callbacks.EMA(0.9)]),
     "Noise": lambda: (Small(), [Noise()]),
 }
 

@@ -395,7 +395,7 @@ def test_names_that_torch_keeps_in_a_group_follow_the_parameters() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["b", "a"]
 
 
-def test_only_options_that_were_written_otherwise_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_options_that_were_written_otherwise_are_changes() -> None:
     def make(weight_decay: float) -> tuple[Vectors, Any, Any, OptimizerStates]:
         module = Vectors(("a", "b"))
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=weight_decay)
@@ -406,14 +406,15 @@ def test_only_options_that_were_written_otherwise_are_warned_of(caplog: pytest.L
     step(module, [optimizer], [rate], 0)
     optimizer.param_groups[0]["eps"] = 1e-6  # as a hook may
     saved = copy.deepcopy(states.get_state())
-    make(0.1)[-1].update_state(saved, RunLogger("INFO"))
-    assert caplog.text == ""
-    resumed = make(0.2)[-1]
-    resumed.update_state(saved, RunLogger("INFO"))
-    assert "was made with weight_decay=0.2; the run goes on with the checkpoint's 0.1" in caplog.text
-    caplog.clear()
-    make(0.2)[-1].update_state(resumed.get_state(), RunLogger("INFO"))  # the run still goes on with 0.1
-    assert "was made with weight_decay=0.2; the run goes on with the checkpoint's 0.1" in caplog.text
+    same = make(0.1)[-1]
+    same.update_state(saved, RunLogger("INFO"))
+    assert same.changes == []
+    for _ in range(2):  # the second time of a run that still continues with 0.1
+        resumed = make(0.2)[-1]
+        resumed.update_state(saved, RunLogger("INFO"))
+        [change] = resumed.changes
+        assert (change.name, change.saved, change.given) == ("optimizers.0.weight_decay", "0.1", "0.2")
+        saved = resumed.get_state()
 
 
 class Collecting(Classifier):

@@ -37,6 +37,7 @@ def test_a_killed_upload_is_never_taken_and_the_run_continues_elsewhere(tmp_path
         assert remote.damaged(runs[0])[0] == []
         for run in runs:
             remote.train_in(context, run, tmp_path / run[-1])
+            assert ts.TrainerArguments.from_yaml(f"{run}/config.yaml").output_dir == run
         states = [read_checkpoint(fetch(run, tmp_path / "ends" / run[-1])) for run in runs]
         one, other = (state.module_interface_state or {} for state in states)
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -335,7 +336,7 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: 
         train(Classifier(), tmp_path, checkpointer_args=SAVING)
 
     for resume in (True, "auto", str(tmp_path / "checkpoints" / "checkpoint-000000006")):
-        with pytest.raises(ts.CheckpointMismatchError, match=r"format version 99; .*up to 2\. Upgrade trainstack"):
+        with pytest.raises(ts.CheckpointMismatchError, match=r"format version 99; .*up to 3\. Upgrade trainstack"):
             train(Classifier(), tmp_path, resume=resume, checkpointer_args=SAVING)
 
 
@@ -343,7 +344,7 @@ def test_another_precision_without_a_state_is_said(tmp_path: Path, caplog: pytes
     train(Classifier(), tmp_path, checkpointer_args=SAVING)
     train(Classifier(), tmp_path, epochs=2, backend="sp-bf16", resume=True, checkpointer_args=SAVING)
 
-    assert "the checkpoint was written under backend 'sp'; the run goes on under 'sp-bf16'" in caplog.text
+    assert re.search(r"arguments\.backend +'sp' +'sp-bf16' +another run", caplog.text)
 
 
 def test_another_length_of_data_at_an_epochs_end_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,4 +354,4 @@ def test_another_length_of_data_at_an_epochs_end_goes_on(tmp_path: Path, caplog:
     longer = train(Classifier(numbers(80)), tmp_path, epochs=2, resume=True, checkpointer_args=SAVING)
 
     assert longer.global_steps_finished == 6 + 10
-    assert "the data set had 41 samples when the checkpoint was written, and now has 80" in caplog.text
+    assert re.search(r"data\.samples in an epoch +41 +80 +another run", caplog.text)

@@ -15,7 +15,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, train
 from trainstack.checkpointing.difference import children, differences
 from trainstack.trainer.data.loader_state import LoaderState
-from trainstack.trainer.resume.saving import make_checkpoint
+from trainstack.trainer.resume.checkpoint_states import make_checkpoint
 
 BACKENDS = ("sp", "sp-amp", "sp-bf16", "sp-dp")
 OURS = ("trainstack", "torch", "tests", "opacus")

@@ -124,3 +124,45 @@ def test_training_goes_on_from_the_trained_weights(optimizer: Any, tmp_path: Pat
     parts.save_checkpoint(force=True)  # holds the trained weights, and changes nothing
     parts.train(epochs=4)
     assert equal(weights(whole), weights(parts))
+
+
+@OPTIMIZERS
+def test_a_checkpoint_is_evaluated_with_the_evaluated_weights(optimizer: Any, tmp_path: Path) -> None:
+    trained = make(optimizer, tmp_path)
+    trained.train()
+    trained.close()
+    wanted = trained.history.get_latest_metric("val/loss")
+    for mode in ("full", "weights_and_optimizer"):
+        trainer = make(optimizer, tmp_path, resume=True, resume_mode=mode)
+        assert trainer.validate().metrics["val/loss"] == wanted
+        trainer.export(tmp_path / mode)
+        assert equal(list(ts.read_model(tmp_path / mode).values()), weights(trained))
+        trainer.close()
+    found = ts.list_checkpoints(tmp_path / "checkpoints")
+    trainer = make(optimizer, tmp_path / "new")
+    trainer.load_checkpoint(next(one.path for one in found if (one.kind, one.global_step) == ("checkpoint", 12)))
+    assert trainer.validate().metrics["val/loss"] == wanted
+
+
+def test_an_evaluation_without_the_optimizer_names_the_export(tmp_path: Path, caplog: Any) -> None:
+    trained = make(Averaging, tmp_path)
+    trained.train()
+    trained.close()
+    args = {"output_dir": tmp_path, "writers": [], "progress": "none"}
+    lacks = ts.SupervisedModule(nn.Linear(4, 1), nn.MSELoss(), val_dataset=DATA)
+    with pytest.raises(ts.TrainstackError) as raised:
+        ts.Trainer(lacks, ts.TrainerArguments(resume=True, **args)).validate()
+    assert "init_weights_from='.../checkpoint-model-...'" in " ".join(raised.value.__notes__)
+
+    kinds = {info.kind: info.path for info in ts.list_checkpoints(tmp_path / "checkpoints")}
+    results = dict[str, float]()
+    for kind, said in (("checkpoint", True), ("model", False)):
+        caplog.clear()
+        module = ts.SupervisedModule(nn.Linear(4, 1), nn.MSELoss(), val_dataset=DATA)
+        given = {**args, "output_dir": tmp_path / kind, "init_weights_from": kinds[kind]}
+        results[kind] = ts.Trainer(module, ts.TrainerArguments(**given)).validate().metrics["val/loss"]
+        assert ("the weights that Averaging trains" in caplog.text) is said
+    assert results["model"] == trained.history.get_latest_metric("val/loss") != results["checkpoint"]
+    caplog.clear()
+    make(Averaging, tmp_path, resume=True, resume_mode="weights").validate()
+    assert "resume_mode='weights': The checkpoint holds the weights that Averaging trains" in caplog.text

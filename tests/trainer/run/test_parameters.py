@@ -13,7 +13,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
 from tests.helpers.specs import stacks_that_run_here
 
-every_stack = pytest.mark.parametrize("backend", stacks_that_run_here(private=False))
+every_stack = pytest.mark.parametrize("backend", stacks_that_run_here(trainer=False))
 
 
 @every_stack

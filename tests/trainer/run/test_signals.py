@@ -304,8 +304,8 @@ def test_nothing_is_looked_at_between_the_steps_while_nobody_asks(tmp_path: Path
     trainer = ts.Trainer(module, arguments(tmp_path, train_batch_size=4, log_every=100))
     run = trainer._ready()
     looks = []
-    attend = run._on_due
-    monkeypatch.setattr(run, "_on_due", lambda *args: (looks.append(run.state.global_step), attend(*args)))
+    attend = run.due.attend
+    monkeypatch.setattr(run.due, "attend", lambda: (looks.append(run.state.global_step), attend()))
     trainer.train()
 
     assert looks == [100, 200, 300, 400, 500]

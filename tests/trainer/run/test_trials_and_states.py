@@ -211,6 +211,15 @@ def test_of_a_large_state_no_old_value_is_kept(kind: str) -> None:
         assert back == {key: value for key, value in state["module"].items() if key != "large"}
 
 
+def test_a_state_that_has_lost_a_large_leaf_stays_as_it_is() -> None:
+    averages = {"a": torch.zeros(2**15), "b": torch.zeros(2)}
+    old = OldState({"callbacks": {"EMA": {"averages": averages, "n": 1}, "Other": {"n": 1}}}, lambda leaf: False)
+    frozen = {"averages": {"b": torch.ones(2)}, "frozen": ["a"], "n": 2}
+    now = {"callbacks": {"EMA": frozen, "Other": {"n": 2}}}
+
+    assert with_old_values(now, old.differing(now)) == {"callbacks": {"EMA": frozen, "Other": {"n": 1}}}
+
+
 class Fetches(Dataset[Any]):
     """Samples that depend on how many were fetched before."""
 

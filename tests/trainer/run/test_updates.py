@@ -158,7 +158,7 @@ class Told(InTurns):
         first = judge_loss(self.generator, self.judge, batch[0])
         yield first, self.trained_by[0]
         yield fooling_loss(self.generator, self.judge, batch[0]), self.trained_by[1]
-        return {"loss": first, "rows": batch[0]}
+        return {"loss": first, "rows": batch[0], "optimizer": 1}
 
     def get_optimizers_schedulers(self, *given: Any) -> Any:
         self.trained_by, schedulers = super().get_optimizers_schedulers(*given)
@@ -297,3 +297,133 @@ def test_a_closure_beside_other_optimizers_has_to_be_yielded(tmp_path: Path) -> 
 
     with pytest.raises(ts.ConfigurationError, match=r"beside 1 other.*yield compute_loss, optimizer"):
         train(Both(), tmp_path)
+
+
+# --- what is silently wrong elsewhere
+
+
+def yields(make: Callable[..., Any]) -> Points:
+    """A module whose `train_step` yields what `make` gives for it and its batch."""
+
+    class Made(Points):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield from make(self, batch[0])
+
+    return Made()
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda loss: [loss, 0], r"yielded a list of \(Tensor, int\)"),
+        (lambda loss: (loss, 0, "more"), r"yielded a tuple of \(Tensor, int, str\)"),
+        (lambda loss: (loss, None), r"yielded a tuple of \(Tensor, None\)"),
+        (lambda loss: (loss, ()), r"yielded a tuple of \(Tensor, tuple\)"),
+        (lambda loss: {"loss": loss, "optimizer": 0}, "the key 'optimizer', which nothing reads"),
+    ],
+)
+def test_a_yield_of_another_form_steps_nothing(made: Any, message: str, tmp_path: Path) -> None:
+    module = yields(lambda self, points: [made(judge_loss(self.generator, self.judge, points))])
+    before = weights(module).clone()
+    with pytest.raises(ts.ModuleContractError, match=f"{message}.*Write `yield loss, optimizer`"):
+        train(module, tmp_path)
+    assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("block", [lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad])
+def test_a_mode_does_not_last_through_a_yield(block: Any, tmp_path: Path) -> None:
+    def make(self: Points, points: Tensor) -> Any:
+        loss = judge_loss(self.generator, self.judge, points)
+        with block():
+            yield loss, 0
+
+    with pytest.raises(ts.ModuleContractError, match=r"yields within a `with` block.*End the block before"):
+        train(yields(make), tmp_path, gpu_batch_size_limit=3, **PLAIN)
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+def square_of_generator(self: Points, points: Tensor) -> Any:
+    yield (self.generator(points) ** 2).mean(), 0  # the first optimizer is the discriminator's
+    yield fooling_loss(self.generator, self.judge, points), 1
+
+
+def backward_by_hand(self: Points, points: Tensor) -> Any:
+    loss = judge_loss(self.generator, self.judge, points)
+    loss.backward(retain_graph=True)
+    yield loss, 0
+    yield fooling_loss(self.generator, self.judge, points), 1
+
+
+def sum_of_points(self: Points, points: Tensor) -> Any:
+    yield (self.judge(points) ** 2).sum(), 0
+    yield fooling_loss(self.generator, self.judge, points), 1
+
+
+def nothing(self: Points, points: Tensor) -> Any:
+    yield from ()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (square_of_generator, r"4 trainable parameters received no gradient in the first step: judge\.0\.weight"),
+        (backward_by_hand, r"called backward\(\) itself in global step 1"),
+        (sum_of_points, r"seems to return a sum over samples"),
+        (nothing, r"has not yielded optimizers 0 \(Adam\), 1 \(Adam\) by global step 1"),
+        (
+            lambda self, points: [(judge_loss(self.generator, self.judge, points), 0)],
+            r"has not yielded optimizer 1 \(Adam\) by global step 3, so no update has changed what it trains",
+        ),
+    ],
+)
+def test_a_probable_mistake_is_warned_about(
+    make: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(yields(make), tmp_path, gpu_batch_size_limit=4, **PLAIN)
+    assert len([record for record in caplog.records if re.search(message, record.getMessage())]) == 1
+
+
+@pytest.mark.parametrize(
+    "module", [InTurns, lambda: InTurns(3), lambda: Regression(lbfgs), lambda: Regression(Sam, yields=True)]
+)
+def test_correct_updates_are_not_warned_about(module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(module(), tmp_path, gpu_batch_size_limit=4, **PLAIN)
+    said = [record.getMessage() for record in caplog.records]
+    assert not [one for one in said if re.search(r"itself in global|no gradient|has not yielded|sum over", one)]
+
+
+@pytest.mark.parametrize("yields_it", [False, True])
+def test_a_closure_is_refused_where_steps_are_to_be_left_out(yields_it: bool, tmp_path: Path) -> None:
+    with pytest.raises(ts.ConfigurationError, match=r"nonfinite='skip' with LBFGS.*Write nonfinite='raise'"):
+        train(Regression(lbfgs, yields=yields_it), tmp_path, nonfinite="skip", **PLAIN)
+
+
+def test_a_step_that_returns_a_generator_is_told_to_delegate(tmp_path: Path) -> None:
+    class Returns(Points):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return square_of_generator(self, batch[0])
+
+    with pytest.raises(ts.ModuleContractError, match=r"returned a generator, and is none itself.*yield from"):
+        train(Returns(), tmp_path)
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_a_step_given_to_the_trainer_decides_whether_it_yields(yields: bool, tmp_path: Path) -> None:
+    class Other(InTurns):
+        train_step = InTurns.train_step if not yields else lambda self, global_step, batch, device: None  # type: ignore[assignment]
+
+    def in_turns(module: Any, global_step: int, batch: Any, device: Any) -> Any:
+        return (yield from InTurns.train_step(module, global_step, batch, device))
+
+    def at_once(module: Any, global_step: int, batch: Any, device: Any) -> Any:
+        return judge_loss(module.generator, module.judge, batch[0])
+
+    class AtOnce(InTurns):
+        train_step = at_once
+
+    given, methods = Other(), (InTurns if yields else AtOnce)()
+    args = arguments(tmp_path / "given", gpu_batch_size_limit=3, **PLAIN)
+    ts.Trainer(given, args, train_step=in_turns if yields else at_once).train()
+    train(methods, tmp_path / "methods", gpu_batch_size_limit=3, **PLAIN)
+    assert torch.equal(weights(given), weights(methods))

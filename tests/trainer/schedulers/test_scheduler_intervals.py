@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -245,8 +246,8 @@ def test_a_schedule_that_was_laid_over_fewer_epochs_is_kept_and_that_is_said(
     train(module, tmp_path, epochs=3, checkpointer_args=saving, resume=True)
 
     assert module.rates == [0.0] * 6
-    assert "scheduler 0 (LambdaLR) was made with lr_lambdas=[{'total_steps': 18" in caplog.text
-    assert "the run goes on with the checkpoint's [{'total_steps': 12" in caplog.text
+    row = r"schedulers\.0\.lr_lambdas +\[{'total_steps': 12.*\[{'total_steps': 18.*none: the saved value is used"
+    assert re.search(row, caplog.text)
 
 
 def timm_plateau(optimizer: Any) -> Any:
@@ -342,4 +343,4 @@ def test_a_rate_that_counts_its_calls_is_no_other_schedule(tmp_path: Path, caplo
     other = Asked()
     other.scale = 2.0
     train(other, tmp_path, epochs=4, checkpointer_args=saving, resume="auto")
-    assert "was made with lr_lambdas=[{'scale': 2.0" in caplog.text
+    assert re.search(r"schedulers\.0\.lr_lambdas .*\[{'scale': 2\.0", caplog.text)

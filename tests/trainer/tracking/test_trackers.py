@@ -14,10 +14,11 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, train
-from tools.clients.trackers.__main__ import PACKAGES, run_script
+from tools.clients.__main__ import LIMIT_S, SCRIPTS, TRACKERS, run
 from trainstack.checkpointing import filesystem
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers import MlflowWriter, RunInfo, TrackioWriter, WandbWriter, Writer
+from trainstack.trainer.tracking.writers.group import BackgroundWriter
 
 CONFIG = {"backend": "sp", "arguments": {"epochs": 2, "writers": ["x"], "checkpointer_args": {"keep": 3}}, "plan": {}}
 
@@ -296,6 +297,31 @@ def test_a_crashed_training_is_failed_in_mlflow(mlflow_server: MlflowServer, tmp
     assert mlflow_server.runs["run-0"]["status"] == "FAILED"
 
 
+def test_names_that_differ_in_refused_characters_alone_stay_apart_in_mlflow(
+    mlflow_server: MlflowServer, tmp_path: Path
+) -> None:
+    writer = MlflowWriter()
+    writer.open(RunInfo(log_dir=tmp_path, config={"\u03b1": 1, "\u03b2": 2}))
+    for step in (1, 2):
+        writer.write([Record("loss/\u03b1", 0.5, step, 0), Record("loss/\u03b2", 0.25, step, 0)])
+    writer.close()
+    run = mlflow_server.runs["run-0"]
+    assert [(name, value) for name, value, _ in run["metrics"]] == [("loss/_", 0.5), ("loss/__2", 0.25)] * 2
+    assert run["params"] == {"_": "1", "__2": "2"}
+
+
+def test_a_run_whose_tracker_failed_is_not_finished_well(mlflow_server: MlflowServer, tmp_path: Path) -> None:
+    writer = BackgroundWriter(MlflowWriter())
+    writer.open(RunInfo(log_dir=tmp_path, config=CONFIG))
+    mlflow_server.log_batch = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
+    writer.write(FIRST)
+    with pytest.raises(ZeroDivisionError):
+        writer.close()
+    run = mlflow_server.runs["run-0"]
+    assert run["status"] == "FAILED"
+    assert run["tags"]["trainstack.reason"] == "logging failed: ZeroDivisionError: division by zero"
+
+
 class OpenRun(Calls):
     """A run that the user has opened, whose config takes updates."""
 
@@ -352,9 +378,9 @@ def test_tensorboards_own_readers_find_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "tensorboard"])
+@pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])
 def test_users_of_the_real_package(name: str) -> None:
-    if importlib.util.find_spec(PACKAGES[name]) is None:  # the scripts run in a process each
-        pytest.skip(f"needs {PACKAGES[name]}")
-    ended = run_script(name)
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    if importlib.util.find_spec(TRACKERS[name]) is None:  # the scripts run in a process each
+        pytest.skip(f"needs {TRACKERS[name]}")
+    result, output = run(SCRIPTS / "trackers" / f"use_{name}.py", sys.executable, LIMIT_S)
+    assert result == "passed", output

@@ -1,1 +1,1 @@
-"""Scripts of users of tracking services, against the real packages; `python -m tools.clients.trackers` runs them."""
+"""Scripts of users of tracking services; `python -m tools.clients --only trackers/` runs them."""

@@ -1,6 +1,7 @@
 """An Aim repository gets metrics, media, hyperparameters and the status; a resume continues its run."""
 
 import sys
+import time
 from pathlib import Path
 
 import aim
@@ -20,6 +21,7 @@ def values(found: aim.Run, name: str) -> list[tuple[int, float]]:
 
 def indexed(repo: str) -> aim.Repo:
     """The repository with its index up to date, for which `aim up` cares otherwise."""
+    time.sleep(1.0)  # Aim keeps its list of runs for half a second; without the wait, a new run is not in it
     found = aim.Repo(repo)
     found._recreate_index()
     return found

@@ -27,9 +27,9 @@ class Peer(Adapter):
 
     distribution: ClassVar[str] = "accelerate"
     not_offered: ClassVar[dict[str, str]] = {
-        "validation_unseen": "the loop, and what validation draws, is the user's",
-        "mode_restored": "the loop, and its model.train() and model.eval(), is the user's",
-        "nonfinite_step": "the loop, and what it does about a loss of nan, is the user's",
+        "validation_unseen": "the user writes the loop and its validation",
+        "mode_restored": "the user writes the loop with model.train() and model.eval()",
+        "nonfinite_step": "the user writes the loop and its reaction to a loss of nan",
     }
     notes: ClassVar[dict[str, str]] = {
         "resume_dropout": "with use_stateful_dataloader=True, too",

@@ -24,7 +24,7 @@ from tools.conformance.task import Stream, Task
 
 logging.disable(logging.WARNING)
 
-_LOADING = "with torch.load(weights_only=False): its load_objects refuses what its deterministic trainer has saved"
+_LOADING = "with torch.load(weights_only=False): its load_objects refuses the state of its deterministic trainer"
 
 
 def _prepare(batch: Any, device: Any, non_blocking: bool) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ class Peer(Adapter):
         if task.items is not None:
             self.lacks("no weights of micro-batches")
         if task.resume == "newest":
-            self.lacks("which checkpoint to go on from is left to the user")
+            self.lacks("the user chooses the checkpoint to continue from")
         if task.processes > 1:
             idist.initialize("gloo")
         if task.seed is not None:

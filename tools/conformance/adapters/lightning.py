@@ -58,7 +58,7 @@ class Peer(Adapter):
 
     def train(self, task: Task) -> None:
         if task.items is not None:
-            self.lacks("no weights of micro-batches but in manual optimization, where the loop is the user's")
+            self.lacks("no weights of micro-batches but in manual optimization, where the user writes the loop")
         if task.seed is not None:
             pl.seed_everything(task.seed, verbose=False)
         trainer, resume = self._trainer(task), "last" if task.resume == "newest" else task.resume

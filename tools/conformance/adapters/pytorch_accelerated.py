@@ -56,7 +56,7 @@ class Peer(Adapter):
         if task.items is not None:
             self.lacks("no weights of micro-batches: each loss is divided by the number of accumulation steps")
         if task.resume == "newest":
-            self.lacks("which checkpoint to go on from is left to the user")
+            self.lacks("the user chooses the checkpoint to continue from")
         schedule = partial(
             lambda optimizer, epochs, steps_per_epoch: task.schedule(optimizer, epochs * steps_per_epoch),
             epochs=TrainerPlaceholderValues.NUM_EPOCHS,

@@ -27,7 +27,7 @@ def uneven_windows(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 @case("token-weighted loss")
 def token_weighted(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """16 padded sequences, accumulated by 4: each token that is no padding counts the same within a step."""
+    """16 padded sequences, accumulated by 4: each token that is not padding counts the same within a step."""
     return _against_whole_windows(adapter, make_task(folder, data=Sequences(16), batch=2, accumulate=4, items=_tokens))
 
 

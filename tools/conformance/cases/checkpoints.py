@@ -18,7 +18,7 @@ from tools.conformance.task import make_task
 
 @case("torn checkpoint")
 def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """The largest file of the newest checkpoint, of step 4, was cut in half: the run goes on from that of step 3."""
+    """The largest file of the newest checkpoint, of step 4, was cut in half: the run continues from that of step 3."""
     break_off(adapter, folder / "run", steps=4)
     largest = max(files_of(adapter.newest(folder / "run")), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
@@ -28,7 +28,7 @@ def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
     except NotOfferedError:
         raise
     except Exception as error:
-        return wrong(f"cannot go on, although an intact one is there: {describe(error)}")
+        return wrong(f"cannot continue, although an intact one exists: {describe(error)}")
     if len(task.rates) == 2:
         return wrong(f"goes on from it, although {largest.name} is cut")
     return passed() if len(task.rates) == 3 else wrong(f"takes {len(task.rates)} more steps instead of 3")
@@ -36,7 +36,7 @@ def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 @case("corrupted checkpoint")
 def corrupted(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """One bit of a weight in a checkpoint has flipped on the disk: the run does not go on from it."""
+    """One bit of a weight in a checkpoint has flipped on the disk: the run does not continue from it."""
     break_off(adapter, folder / "run", steps=4)
     newest = adapter.checkpoints(folder / "run")[-1]
     whole = loaded(adapter, newest, folder / "whole")
@@ -47,7 +47,7 @@ def corrupted(adapter: Adapter, name: str, folder: Path) -> Verdict:
         again = loaded(adapter, newest, folder / "again")
     except Exception:
         return passed()
-    return passed() if torch.equal(whole, again) else wrong(f"goes on from the wrong weights in {flipped}")
+    return passed() if torch.equal(whole, again) else wrong(f"continues from the wrong weights in {flipped}")
 
 
 def _flip_a_bit(checkpoint: Path, weights: Tensor) -> str:

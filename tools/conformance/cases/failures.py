@@ -19,8 +19,8 @@ from tools.conformance.task import Net, make_task, weights
 
 @case("non-finite step")
 def nonfinite_step(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """The loss of step 3 of 6 is nan: the trainer raises or skips the step; it neither ends well with weights of nan
-    nor leaves a newest checkpoint of nan."""
+    """The loss of step 3 of 6 is nan: the trainer raises or skips the step; it neither ends normally with weights of
+    nan nor leaves a newest checkpoint of nan."""
     passes = 0
 
     def spy(net: Net, x: Tensor) -> Any:
@@ -46,8 +46,8 @@ def nonfinite_step(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 @case("kill -9")
 def killed(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """A process is killed in step 5 of 6, another in the middle of writing the checkpoint of step 4 (the kernel ends
-    it at a file size, with no chance to clean up): started again, each goes on from its newest whole checkpoint."""
+    """A process is killed in step 5 of 6, another in the middle of writing the checkpoint of step 4 (the kernel ends it
+    at a file size, with no chance to clean up): started again, each continues from its newest complete checkpoint."""
     for how, left in (("in step 5", 2), ("while it saved step 4", 3)):
         where = str(folder / how.replace(" ", "-"))
         try:
@@ -63,7 +63,7 @@ def killed(adapter: Adapter, name: str, folder: Path) -> Verdict:
         except NotOfferedError:
             raise
         except Exception as error:
-            return wrong(f"killed {how}, it cannot go on: {describe(error)}")
+            return wrong(f"killed {how}, it cannot continue: {describe(error)}")
         if len(task.rates) == left - 1:
             return wrong(f"killed {how}, it goes on from the checkpoint that is not whole")
         if len(task.rates) != left:

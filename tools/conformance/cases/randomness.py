@@ -45,8 +45,8 @@ def shuffled(adapter: Adapter, folder: str, processes: int) -> list[list[int]]:
 
 @case("global random generators left alone")
 def generators(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """Training leaves the generators of torch, numpy and random as the user has seeded them: with another seed, what is
-    drawn in and after training is something else."""
+    """Training leaves the generators of torch, numpy and random as the user has seeded them: with another seed, the
+    random numbers in and after training are different."""
     draws = []
     for seed in (101, 202):
         task = make_task(folder / str(seed), data=Samples(8), seed=None)

@@ -28,13 +28,13 @@ def validation_unseen(adapter: Adapter, name: str, folder: Path) -> Verdict:
         adapter.train(task)
         ends.append(weights(task.model))
     apart = float((ends[0] - ends[1]).abs().max())
-    return passed() if torch.equal(*ends) else wrong(f"with validation, the weights end elsewhere (by {apart:.1e})")
+    return passed() if torch.equal(*ends) else wrong(f"with validation, the final weights differ (by {apart:.1e})")
 
 
 @case("mode restored after validation")
 def mode_restored(adapter: Adapter, name: str, folder: Path) -> Verdict:
-    """2 epochs of 2 steps with validation: the model trains in training mode, and a part that was put into eval mode
-    before training, as a frozen part is, stays in it."""
+    """2 epochs of 2 steps with validation: the model trains in training mode, and a submodule that was put into eval
+    mode before training, such as a frozen one, stays in it."""
     modes: list[tuple[bool, bool]] = []
 
     def spy(net: Net, x: Tensor) -> None:

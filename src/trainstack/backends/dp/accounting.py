@@ -1,7 +1,7 @@
 """Conversion between steps, noise and epsilon.
 
 Everything here is for one mechanism: each step adds Gaussian noise of `sigma` times the clipping norm to the sum over a
-Poisson sample, in which each record stands with probability `q`, independently of all others and of all other steps.
+Poisson sample, which contains each record with probability `q`, independently of all others and of all other steps.
 Neighbouring data sets differ by one record added or removed. Every epsilon is an upper bound.
 """
 
@@ -15,7 +15,7 @@ from trainstack.errors import ConfigurationError
 
 ACCOUNTANTS = ("prv", "rdp", "pld")
 LARGEST_ERROR = 0.01
-"""What prv adds for its own error, unless a small target asks for less."""
+"""The error bound that prv adds to its result, unless a small target needs a smaller one."""
 
 _LARGEST_SIGMA = 1e6
 
@@ -156,8 +156,8 @@ def steps_within(
 ) -> int:
     """How many steps of (sigma, q) may follow `history` before epsilon exceeds `max_epsilon`.
 
-    The largest T with `epsilon_of(history + T steps) <= max_epsilon`, by doubling from what Renyi accounting allows and
-    by bisection; `at_most` if all of those fit, which is found first.
+    The largest T with `epsilon_of(history + T steps) <= max_epsilon`, by doubling from the number that Renyi accounting
+    allows and by bisection; `at_most` if all of those fit, which is checked first.
 
     Raises:
         ConfigurationError: a number is out of its range.

@@ -31,7 +31,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPrivacyArguments(metaclass=SuggestsNames):
-    """How a private run clips, how much noise it adds, and what it may spend. All of it is public.
+    """The clipping, the noise and the budget of a private run. All of it is public.
 
     Attributes:
         delta: the probability with which the guarantee may fail; must be given, smaller than 1 / (number of records).
@@ -54,8 +54,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         dataset_size: N, the number of records that may be published, not below the true one: steps, rate and delta go
             by it, and nothing that a run writes has another. By default the true one, which is then public.
         secure: draw every mask and all noise from the operating system's entropy, which is slower.
-        on_unsafe: `"error"` refuses what voids the guarantee; `"report"` goes on, and the statement says NOT PRIVATE.
-        debug_seed: makes sampling and noise reproducible, and thereby the run NOT PRIVATE.
+        on_unsafe: `"error"` refuses a run without a guarantee; with `"report"` it continues as NOT PRIVATE.
+        debug_seed: makes sampling and noise reproducible. The run is then NOT PRIVATE.
         expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
             PRIVATE.
         telemetry: metrics of the training to release with noise, each with its public range: `{"loss": (0, 10)}` for
@@ -70,7 +70,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
             are then covered, and may decide about schedules, early stopping and the best checkpoint.
         log_train_loss: True records the training loss and all values that user code logs. No noise protects
             these values, and epsilon does not cover them.
-        allow_plan_change: go on from a checkpoint with another noise, rate or delta, with both parts accounted for.
+        allow_plan_change: resume from a checkpoint with another noise, rate or delta; both parts are accounted for.
         ledger: the privacy ledger that all runs on the dataset charge: a path, or `scheme://...` of a store that
             `register_ledger_store` knows. Statements then have the sum of all its runs. By default each run has its
             own ledger, in its folder.
@@ -140,7 +140,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         return self.target_epsilon if self.max_epsilon is None else self.max_epsilon
 
     def without_ledger(self) -> DifferentialPrivacyArguments:
-        """The same for a run whose weights nobody keeps, such as an audit, which must not charge the dataset."""
+        """The same for a run whose weights are discarded, such as an audit, which must not charge the dataset."""
         return replace(self, ledger=None, ledger_budget=None, dataset_name=None)
 
 
@@ -295,7 +295,7 @@ class PrivacyPlan:
 
     @property
     def eps_error(self) -> float:
-        """What prv's epsilon may lie above the truth."""
+        """The error bound of prv's epsilon: the most by which it may exceed the truth."""
         return eps_error_for(self.max_epsilon)
 
 
@@ -305,7 +305,7 @@ def plan_privacy(
     """Derive the sampling rate and, for a target epsilon, the noise.
 
     Args:
-        args: what the user wrote.
+        args: the arguments of the user.
         expected_batch_size: B, over all processes.
         dataset_size: how many records there are; `args.dataset_size` is used instead where it is given.
         steps: of the whole run.

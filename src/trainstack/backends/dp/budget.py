@@ -36,7 +36,7 @@ def open_accountant(
     Args:
         work: of the run.
         plan: its mechanism and budget.
-        args: what the user wrote.
+        args: the arguments of the user.
         own_ledger: the file in the run's folder; None if it has no folder.
     """
     norms = args.per_sample_max_grad_norm
@@ -55,7 +55,7 @@ def open_accountant(
 
 
 class Limit:
-    """How many steps of one mechanism fit into a budget; computed anew only where other steps were charged.
+    """How many steps of one mechanism fit into a budget; computed again only if other steps were charged.
 
     Args:
         epsilon: of the budget.
@@ -97,7 +97,7 @@ class Accountant:
 
     Args:
         plan: the mechanism and the budget.
-        args: of which `allow_plan_change` and `on_unsafe` say what is accepted of a checkpoint.
+        args: `allow_plan_change` and `on_unsafe` decide which checkpoints are accepted.
         ledger: where steps are recorded before they are taken; None keeps the count in memory and checkpoints only.
         clip: how gradients are clipped, for statements.
         earlier_ledger: that of the run's folder, where `ledger` is that of a dataset: a run that began with the former
@@ -175,7 +175,7 @@ class Accountant:
         return _total(self.history)
 
     def epsilon(self) -> float:
-        """An upper bound of what is spent so far, at the plan's delta; inf without noise."""
+        """An upper bound of the epsilon spent so far, at the plan's delta; inf without noise."""
         return self.get_epsilon(self.plan.delta)
 
     def get_epsilon(self, delta: float) -> float:
@@ -329,16 +329,16 @@ class Accountant:
         return [entry for entry in self.unused if entry[:2] != self.mechanism]
 
     def settle(self) -> None:
-        """Hand back what the ledger recorded ahead: call it at checkpoints and at a clean end."""
+        """Return the steps that the ledger recorded ahead: call it at checkpoints and at a normal end."""
         if self._ledger is not None:
             self._ledger.settle()
 
     def on_fresh_start(self, *, retry: bool) -> None:
         """Begin without a checkpoint; `retry` if earlier starts of this run may have ended before the first one.
 
-        Then the steps of the run that the ledger saw last in this folder are this run's: nothing was saved of them, but
-        somebody may have seen their results. A ledger of a dataset has the sum over all runs; that of a folder counts
-        no steps of other runs, and the log says so.
+        Then the steps of the last run of the ledger in this folder count for this run: they were not saved, but their
+        results may have been seen. A ledger of a dataset has the sum over all runs; that of a folder counts no steps of
+        other runs, and the log says so.
 
         Raises:
             PrivacyLedgerError: the ledger is damaged, or that of another dataset.

@@ -1,6 +1,6 @@
 """Checks that refuse a run whose stated epsilon would not hold.
 
-Each finding is a sentence that names what was found and says what to write instead; all are told together.
+Each finding is a sentence with the problem and the correction. One error lists all findings.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ among 300 records is, with a probability of 95 %, one of the 1 % that differ mos
 def choose_probe_records(data: TrainingSet, count: int = 6) -> Tensor:
     """Some records: indices, int64.
 
-    Some hundreds, drawn by the operating system, are loaded one by one. The longest of them is taken, the shortest, and
-    two that differ most from those in size, in what is not zero and in value: what couples records shows only where
-    they differ, and one record in a thousand may be longer than all others. The rest is taken as drawn.
+    The operating system draws some hundreds, which are loaded one by one. The result has the longest of them, the
+    shortest, and two that differ most from those in size, in the positions of zeros and in value: a coupling of records
+    is visible only if they differ, and one record in a thousand may be longer than all others. The rest is random.
     """
     assert data.length is not None
     drawn = secrets.SystemRandom().sample(range(data.length), min(_LOOKED_AT, data.length))
@@ -223,13 +223,13 @@ def _extremes(traits: list[list[float]]) -> list[int]:
 
 
 # The neighbour probe compares the clipped sum over a batch with that over the same batch without one record, as the
-# loader would have collated it. Their difference must be no longer than the clipping norm, whatever the record. It is
-# made with a norm so small that every gradient is clipped: then the smallest coupling between records shows, but for
-# one that only changes how long gradients are. That shows without clipping: the sum over records must be that of each
+# loader would have collated it. For every record, their difference must be no longer than the clipping norm. The probe
+# uses a norm so small that every gradient is clipped: then the smallest coupling between records is visible, except one
+# that only changes the length of gradients. That is visible without clipping: the sum over records must be that of each
 # alone. The idea is that of record-level testing in Re:cord-play (arXiv 2602.17454).
 TOLERANCE = 1e-3
-"""By how much more than the clipping norm a record may move the sum, and by what part of their size gradients may
-differ together from alone: rounding, and nothing else."""
+"""The tolerance for rounding: a record may move the sum by this much more than the clipping norm, and gradients of all
+records together may differ from those of each alone by this part of their size."""
 
 _INSTEAD = (
     "Let the loss be a mean over records that depend on themselves alone: no statistics over the batch, no division by "
@@ -251,7 +251,7 @@ def neighbour_problems(mode: GradientMode, run: Run, data: TrainingSet, index: T
 
 
 def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) -> Iterator[str]:
-    alone = in_full(index[:1], _NO_LIMIT)  # the sum over records of what each gives by itself
+    alone = in_full(index[:1], _NO_LIMIT)  # the sum over the gradients of single records
     norms = [float(alone.norm())]
     for i in range(1, len(index)):
         gradient = in_full(index[i : i + 1], _NO_LIMIT)

@@ -1,7 +1,7 @@
 """Clipping factors for per-record gradients.
 
-All arithmetic is in float32. A record whose gradient is not finite gets the factor zero, and whoever uses the
-factors leaves its row out: a product of zero and inf would be nan.
+All arithmetic is in float32. A record whose gradient is not finite gets the factor zero, and users of the
+factors must omit its row: a product of zero and inf would be nan.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class Clipper(ABC):
             squares: float32 of shape `(parameters, records)`.
         """
         joint = squares.sum(0).sqrt()
+        # A sum of norms is finite only where all are, and is cheaper than to look at each.
+        if not joint.is_cuda and math.isfinite(float(joint.sum())):
+            rows = self._rows(squares, joint, torch.ones_like(joint, dtype=torch.bool))
+            return Factors(rows=rows, dropped=None, norms=joint)
         finite = torch.isfinite(joint)
-        if not joint.is_cuda and bool(finite.all()):
-            return Factors(rows=self._rows(squares, joint, finite), dropped=None, norms=joint)
         # On a GPU the question would stall the device, so rows are always replaced there.
         rows = self._rows(squares, joint, finite)
         replaced = {id(row): torch.where(finite, row, 0.0) for row in rows}
@@ -83,7 +85,7 @@ class FlatClipper(Clipper):
 
 
 class PerLayerClipper(Clipper):
-    """Groups of parameters, each with a limit of its own; together `sqrt(sum of squares)`.
+    """Groups of parameters, each with a separate limit; together `sqrt(sum of squares)`.
 
     Args:
         groups: for each parameter the number of its group.

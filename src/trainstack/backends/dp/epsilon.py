@@ -2,7 +2,7 @@
 
 Both give upper bounds for adding or removing one record. Renyi accounting (rdp) takes milliseconds and always answers.
 Privacy loss distributions (prv) are tighter, but may take minutes, and lose their digits where delta nears the rounding
-of a Fourier transform: there `prv_epsilon` returns inf, and the caller keeps what rdp says.
+of a Fourier transform: there `prv_epsilon` returns inf, and the caller keeps the result of rdp.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ def clt_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
 def fixed_order_epsilon(history: Iterable[tuple[float, float, int]], delta: float) -> float:
     """Epsilon of the same steps (sigma, q, steps) if batches were not drawn, but cut from one order fixed beforehand.
 
-    Each record then takes part once an epoch of `ceil(1 / q)` steps, the last of which may be smaller, and nobody need
-    guess in which steps. It is protected as by one Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` over the epochs
-    begun (Dong, Roth, Su 2019).
-    Batches that are shuffled in each epoch lie between `shuffled_epsilon_at_least` and this.
+    Each record then takes part once an epoch of `ceil(1 / q)` steps, the last of which may be smaller, and its steps
+    are known. The guarantee is that of one Gaussian mechanism of `mu = sqrt(sum of 1/sigma^2)` over the epochs begun
+    (Dong, Roth, Su 2019). With batches shuffled in each epoch, epsilon is between `shuffled_epsilon_at_least` and this.
     """
     taken = [(sigma, math.ceil(steps / steps_per_epoch(q)) if q > 0 else 0) for sigma, q, steps in history]
     if any(sigma < NO_NOISE and times for sigma, times in taken):
@@ -215,8 +214,8 @@ def prv_epsilon(history: Sequence[Entry], delta: float, eps_error: float, rdp: f
     Args:
         history: entries with steps, sampling and noise, no two of the same sigma and q.
         delta: above 0.
-        eps_error: what the result may lie above the truth; raised where the grid would not fit, at most to 2 % of
-            `rdp`.
+        eps_error: the most by which the result may exceed the truth; increased if the grid would not fit, at most to
+            2 % of `rdp`.
         rdp: the result of `rdp_epsilon` for the same.
     """
     # Each entry costs as much as the first; the grid grows with epsilon, and no one calls one above 50 private.

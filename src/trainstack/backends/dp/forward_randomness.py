@@ -175,7 +175,7 @@ class ForwardRandomness:
             return run(model, batch)
 
     def discard(self) -> None:
-        """The step under way has ended, or was broken off and begins again."""
+        """The current step has ended, or was interrupted and begins again."""
         self._step = self._done = 0
 
     def __enter__(self) -> None:
@@ -285,7 +285,7 @@ def module_generators(module: nn.Module) -> tuple[Any, ...]:
         state = get_generator_state(generator)
         try:
             seed_from(generator, np.random.SFC64(0))
-        except Exception as error:  # whatever a class of the user's raises
+        except Exception as error:  # a class of the user may raise any error
             raise PrivacyError(
                 f"{path} ({type(generator).__name__}) cannot be seeded ({type(error).__name__}: {error}), so its "
                 "random numbers may be known outside. Use torch.Generator(), numpy.random.default_rng() or "

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from trainstack.backends.base import AbstractTrainerBackendDecorator, Slot, Window
+from trainstack.backends.base import Slot, Window
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator
 from trainstack.backends.dp.arguments import DifferentialPrivacyArguments
 from trainstack.backends.dp.initial_weights import check_origin
 from trainstack.backends.losses import losses_per_record
@@ -56,6 +57,7 @@ class DP(AbstractTrainerBackendDecorator):
     excludes: ClassVar[Mapping[str, str]] = {"amp": _SCALER, "amp-apex": _SCALER}
     ends: ClassVar[frozenset[str]] = frozenset({"backward", "clip"})
     refuses_updates = refuses_closures = "the noise is accounted for one gradient a step"
+    refuses_replay = "its random numbers come from a secret stream, and a second pass would draw others"
     private: ClassVar[bool] = True
     bounds_gradients: ClassVar[bool] = True
     hides_losses: bool

@@ -2,11 +2,11 @@
 
 A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been
 seen, so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets
-the next 16 steps run. A clean end hands the unused rest back by a line of its own. Killed at any moment, a run has
-recorded at least what it did, and at most a block more.
+the next 16 steps run. A normal end returns the unused rest with a further line. A run that is killed at
+any moment has recorded at least its steps, and at most a block more.
 
-Steps belong to a run's id, which its checkpoints contain: whatever resumes from any of them and charges the same
-ledger, however often and also at the same time, adds to the same sum. All runs on a dataset may charge one ledger,
+Steps belong to the id of a run, which its checkpoints contain: all runs that resume from any of them and charge the
+same ledger, also at the same time, add to the same sum. All runs on a dataset may charge one ledger,
 which then has the sum over all of them.
 """
 
@@ -293,7 +293,7 @@ class SpendLedger:
         """Let all runs together spend so much from now on.
 
         Raises:
-            ConfigurationError: the numbers are no budget.
+            ConfigurationError: the numbers are not a budget.
             PrivacyLedgerError: it cannot be recorded.
         """
         if not _is_budget(epsilon, delta):

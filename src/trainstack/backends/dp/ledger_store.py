@@ -56,7 +56,7 @@ class LedgerStore(ABC):
 
     @abstractmethod
     def open(self, *, write: bool) -> AbstractContextManager[OpenLedger]:
-        """The bytes of the ledger; to `write`, nobody else may write until the block ends.
+        """The bytes of the ledger; with `write`, no other writer may write until the block ends.
 
         Raises:
             PrivacyLedgerError: it cannot be used.
@@ -78,7 +78,7 @@ def register_ledger_store(scheme: str, factory: Callable[[str], LedgerStore]) ->
         factory: makes the store of an address, which it is given whole.
 
     Raises:
-        ConfigurationError: the scheme is no word, or is registered already.
+        ConfigurationError: the scheme is not a word, or is already registered.
     """
     if not _SCHEME.fullmatch(f"{scheme}://"):
         raise ConfigurationError(f"scheme={scheme!r}: write letters and digits, such as 'redis'.")
@@ -106,7 +106,7 @@ def ledger_store(address: str | os.PathLike[str]) -> LedgerStore:
 
 
 class FileStore(LedgerStore):
-    """A ledger in a file, which is opened anew each time."""
+    """A ledger in a file, which is opened again each time."""
 
     path: Path
     address: str

@@ -94,7 +94,7 @@ class Mechanism:
         """Add a micro-batch to global step `step`; returns the outputs of `train_step` without their graph.
 
         Raises:
-            PrivacyError: `train_step` wrote into a parameter or buffer, which thereby learns without noise.
+            PrivacyError: `train_step` wrote into a parameter or buffer, which then learns without noise.
         """
         batch = move_to_device(batch, self._world.device)
         self._write_detector.begin()

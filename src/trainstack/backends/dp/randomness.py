@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainstack.backends.dp.gaussian_noise import add_fast_normal, fast_normal
+from trainstack.backends.dp.gaussian_noise import Words, add_fast_normal, fast_normal
 from trainstack.errors import PrivacyError
 
 _CHUNK = 1 << 20
@@ -53,11 +53,11 @@ class Randomness(ABC):
 
 
 class SeededRandomness(Randomness):
-    """Generators seeded by the operating system: Philox for masks; for noise SFC64, on other devices than the CPU
-    torch's own.
+    """Generators seeded by the operating system: Philox for masks; for noise that of OpenSSL, on other devices than the
+    CPU torch's own.
 
-    Each mask has a stream of its own, so that processes which draw ahead by different numbers of steps, and are then
-    interrupted, still draw alike afterwards; and no stream is used twice.
+    Each mask has a separate stream. Processes that draw ahead by different numbers of steps, and are then interrupted,
+    therefore draw the same numbers afterwards, and no stream is used twice.
 
     Args:
         mask_key: 128 bits, the same on all processes.
@@ -67,8 +67,7 @@ class SeededRandomness(Randomness):
         self._mask_key = mask_key
         self._times_begun = 0
         self._process = os.getpid()
-        # torch's generator for the CPU takes no more than 32 bits of a seed: few enough to try out
-        self._host = np.random.Generator(np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8)))
+        self._words = secure_words()
         self._noise: dict[torch.device, torch.Generator] = {}
 
     def begin(self) -> None:
@@ -82,7 +81,7 @@ class SeededRandomness(Randomness):
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         self._check_not_forked()
         if device.type == "cpu":
-            return fast_normal(self._host, count, scale)
+            return fast_normal(self._words, count, scale)
         if device not in self._noise:
             self._noise[device] = torch.Generator(device).manual_seed(secrets.randbits(64))
         return torch.randn(count, generator=self._noise[device], device=device, dtype=torch.float32).mul_(scale)
@@ -92,7 +91,7 @@ class SeededRandomness(Randomness):
             super().add_normal(step, sums, scale)
             return
         self._check_not_forked()
-        add_fast_normal(self._host, sums, scale)
+        add_fast_normal(self._words, sums, scale)
 
     def _check_not_forked(self) -> None:
         if os.getpid() != self._process:
@@ -100,6 +99,19 @@ class SeededRandomness(Randomness):
                 "a private run continues in a forked process: it would have the same noise as its parent, and two runs "
                 "with the same noise reveal what it hides. Make the Trainer in the process that trains."
             )
+
+
+def secure_words() -> Words:
+    """The random numbers of OpenSSL: its generator is cryptographic, is seeded by the operating system again and again,
+    and takes two thirds of the time of SFC64. In a Python without OpenSSL, an SFC64 with 256 bits of the operating
+    system. (torch's generator for the CPU takes no more than 32 bits of a seed: few enough to try out.)
+    """
+    try:
+        from ssl import RAND_bytes
+    except ImportError:  # some builds of Python
+        return np.random.SFC64(np.random.SeedSequence(secrets.randbits(256), pool_size=8)).random_raw
+
+    return lambda count: np.frombuffer(RAND_bytes(8 * count), dtype=np.uint64)
 
 
 class SystemRandomness(Randomness):
@@ -112,7 +124,7 @@ class SystemRandomness(Randomness):
     same_on_all_ranks = False
 
     def mask(self, step: int, records: int, rate: float) -> Tensor:
-        return _chosen(_uniform(records) < rate)
+        return _sample_by_gaps(records, rate)
 
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         out = np.empty(count)
@@ -130,7 +142,10 @@ class DebugRandomness(Randomness):
         self._seed = seed
 
     def mask(self, step: int, records: int, rate: float) -> Tensor:
-        return _chosen(np.random.default_rng([self._seed, step, 0]).random(records) < rate)
+        generator = np.random.default_rng([self._seed, step, 0])
+        if records > _CHUNK:
+            return _poisson_sample(generator, records, rate)
+        return torch.from_numpy(np.flatnonzero(generator.random(records) < rate)).long()
 
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         noise = np.random.default_rng([self._seed, step, 1]).standard_normal(count, dtype=np.float32)
@@ -140,15 +155,33 @@ class DebugRandomness(Randomness):
 def _poisson_sample(generator: np.random.Generator, records: int, rate: float) -> Tensor:
     """As if each record was chosen with probability `rate`: a binomial number of them, all sets of which are alike.
 
-    The work grows with the sample and not with the data set.
+    Work and memory grow with the sample and not with the data set: numpy 2.4 chooses by Floyd's method where the sample
+    is less than a twentieth of the records, and shuffles the end of an array of all records otherwise.
     """
     count = generator.binomial(records, rate)
     chosen = generator.choice(records, count, replace=False, shuffle=False)
     return torch.from_numpy(np.sort(chosen)).long()
 
 
-def _chosen(mask: Any) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(mask)).long()
+def _sample_by_gaps(records: int, rate: float) -> Tensor:
+    """A Poisson sample by the records left out before each one chosen, from the system's entropy.
+
+    Whether a record is chosen does not depend on those before it, so each gap has the geometric law: it is at least k
+    with probability `(1 - rate)**k`. It is `floor(log(u) / log(1 - rate))` for a uniform u in (0, 1]. As with a
+    comparison of u with `rate` for each record, probabilities are exact to within the 53 bits of u.
+    """
+    if rate >= 1 or rate <= 0:
+        return torch.arange(records if rate >= 1 else 0)
+    log_rest, found, last = math.log1p(-rate), list[Any](), -1
+    while last < records:
+        left = (records - last) * rate
+        count = min(_CHUNK, int(left + 4 * math.sqrt(left)) + 8)
+        # A gap beyond the last record need not be known. Up to 2**42 records the sum of so many gaps fits.
+        gaps = np.minimum(np.log1p(-_uniform(count)) / log_rest, float(records)).astype(np.int64)
+        found.append(last + np.cumsum(gaps + 1))
+        last = int(found[-1][-1])
+    chosen = np.concatenate(found)
+    return torch.from_numpy(chosen[chosen < records])
 
 
 def _uniform(count: int) -> Any:

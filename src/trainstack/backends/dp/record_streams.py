@@ -38,7 +38,7 @@ class RecordStreams(TorchFunctionMode):
         seed: of all streams.
 
     Attributes:
-        calls: how many calls the forward pass under way has made. Gradient checkpointing sets it back.
+        calls: the number of calls of the current forward pass. Gradient checkpointing resets it.
     """
 
     calls: int

@@ -18,9 +18,9 @@ from trainstack.errors import PrivacyError
 
 
 def count_records(batch: Any) -> int:
-    """How many records a collated batch holds: the length of what comes first in it.
+    """The number of records in a collated batch: the length of its first item.
 
-    Whether everything else in it agrees is for the gradient mode to see.
+    The gradient mode checks the other items.
     """
 
     columns = tensor_columns(batch)
@@ -43,10 +43,10 @@ def count_records(batch: Any) -> int:
 
 
 def check_records(batch: Any, records: int) -> None:
-    """Refuse a batch in which a record is missing, or stands more than once: each would add more than is accounted for.
+    """Refuse a batch in which a record is missing or repeated: a record could then add more than is accounted for.
 
     Raises:
-        PrivacyError: saying what to let `collate_fn` return.
+        PrivacyError: with the value that `collate_fn` should return.
     """
     columns = tensor_columns(batch)
     if columns is not None and all(len(column) == records for column in columns):
@@ -63,19 +63,27 @@ def check_records(batch: Any, records: int) -> None:
         raise PrivacyError(str(error)) from error
 
 
-def draw_ranks(records: int, size: int, key: int) -> Tensor:
-    """The process of each record, drawn uniformly and independently: int16 of shape `(records,)`.
+def ranks_of(records: Tensor, size: int, key: int) -> Tensor:
+    """The process of each of `records` (indices, int64), as if drawn uniformly and independently: int64.
 
     Code may depend on the rank. By its place in the data set or in the sample, a record that is left out would move
-    others to another process, and would change their gradients.
+    others to another process, and would change their gradients. A hash of key and index needs no memory for the records
+    that were not drawn. It need not be secret: the guarantee holds for every fixed assignment.
 
     Args:
-        records: in the data set.
         size: how many processes there are.
-        key: a secret of 128 bits, the same on all processes.
+        key: 128 bits, the same on all processes.
     """
-    generator = np.random.Generator(np.random.Philox(key=key))
-    return torch.from_numpy(generator.integers(size, size=records, dtype=np.int16))
+    mixed: Any = records.numpy().astype(np.uint64)
+    for word in (key & _WORD, key >> 64 & _WORD):  # the finaliser of SplitMix64, once for each half of the key
+        mixed = mixed + np.uint64(word)
+        mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    return torch.from_numpy(((mixed >> np.uint64(32)) * np.uint64(size) >> np.uint64(32)).view(np.int64))
+
+
+_WORD = (1 << 64) - 1
 
 
 class PoissonSampling(Sampling):
@@ -85,12 +93,12 @@ class PoissonSampling(Sampling):
         records: in the data set.
         rate: the probability of each.
         world: this process's place.
-        ranks: the process of each record, as `draw_ranks` gives it.
-        randomness: where the sample comes from. Where processes draw alike, they cut one sample; else each draws
-            among the records that are its own, which is the same law.
+        rank_key: of `ranks_of`, which tells the process of each record.
+        randomness: where the sample comes from. Where processes draw alike, they cut one sample. Else each draws a
+            sample of all records and keeps those that are its own: each record has one process, so the law is the same.
         steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
         exhausted_reason: why it allows no more.
-        discard: forgets what a step that was broken off has added up.
+        discard: discards the sums of an interrupted step.
     """
 
     def __init__(
@@ -99,15 +107,14 @@ class PoissonSampling(Sampling):
         records: int,
         rate: float,
         world: World,
-        ranks: Tensor,
+        rank_key: int,
         randomness: Randomness,
         steps_allowed: Callable[[int], int],
         exhausted_reason: Callable[[], str],
         discard: Callable[[], None],
     ) -> None:
         self._records, self._rate, self._randomness = records, rate, randomness
-        self._rank, self._comm = world.rank, world.comm
-        self._ranks = ranks if world.size > 1 else None
+        self._world, self._comm, self._rank_key = world, world.comm, rank_key
         self.look: Callable[[Any, Tensor, Callable[[Tensor], Any]], None] = lambda batch, index, again: None
         self._steps_allowed, self._exhausted_reason, self._discard = steps_allowed, exhausted_reason, discard
 
@@ -116,14 +123,12 @@ class PoissonSampling(Sampling):
         self._discard()
 
     def draw(self, step: int) -> Draw:
-        ranks = self._ranks
-        if self._randomness.same_on_all_ranks or ranks is None:
-            chosen = self._randomness.mask(step, self._records, self._rate)
-            mine = chosen if ranks is None else chosen[ranks[chosen] == self._rank]
-            return Draw(local=mine, total=float(len(chosen)))
-        own = (ranks == self._rank).nonzero().flatten()
-        mine = own[self._randomness.mask(step, len(own), self._rate)]
-        return Draw(local=mine, total=self._records * self._rate)
+        chosen, world = self._randomness.mask(step, self._records, self._rate), self._world
+        if world.size == 1:
+            return Draw(local=chosen, total=float(len(chosen)))
+        mine = chosen[ranks_of(chosen, world.size, self._rank_key) == world.rank]
+        alike = self._randomness.same_on_all_ranks
+        return Draw(local=mine, total=float(len(chosen)) if alike else self._records * self._rate)
 
     def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
         check_records(batch, len(index))

@@ -18,7 +18,7 @@ from trainstack.backends.dp.mechanism import Mechanism
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.backends.dp.modes.selection import choose_mode
 from trainstack.backends.dp.randomness import DebugRandomness, Randomness, SeededRandomness, SystemRandomness
-from trainstack.backends.dp.sampling import PoissonSampling, check_records, draw_ranks
+from trainstack.backends.dp.sampling import PoissonSampling, check_records
 from trainstack.backends.dp.sealed.plain_state import installed_attributes, owners_of
 from trainstack.backends.dp.sealed.sample_replay import mixed_records
 from trainstack.backends.dp.statement import EXPOSED, SEEDED, option_notes
@@ -72,7 +72,7 @@ def make_mechanism(
         records=records,
         rate=plan.sample_rate,
         world=work.world,
-        ranks=draw_ranks(records, work.world.size, _shared_key(args, comm, "sharing out records")),
+        rank_key=_shared_key(args, comm, "sharing out records"),
         randomness=randomness,
         steps_allowed=accountant.steps_allowed,
         exhausted_reason=accountant.exhausted_reason,

@@ -35,7 +35,7 @@ _LOGGED = "the training loss and values that train_step logs, which were recorde
 _ALONE = "each record's loss is computed from that record alone, by construction of the gradient mode"
 _COMPARED = (
     "each step compares the loss of the batch with the mean of the losses of its records, in value and slope, and "
-    "opacus' gradients with autograd: hooks those of all records, ghost the norm of one"
+    "opacus' gradients with autograd, to a thousandth: hooks those of all records, ghost the norm of one"
 )
 LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
 """Why one record cannot change the loss of another, by gradient mode."""
@@ -62,7 +62,7 @@ def private_statement(
 
     Args:
         plan: its constants.
-        args: what the user wrote; a debug seed voids the guarantee.
+        args: the arguments of the user; with a debug seed there is no guarantee.
         history: (noise multiplier, sampling rate, steps) of all steps so far.
         max_grad_norm: C, or one number a layer; with adaptive clipping that of now.
         grad_mode: how per-sample gradients were computed, "auto" resolved.
@@ -113,7 +113,7 @@ def _covered(args: DifferentialPrivacyArguments, unused_steps: int) -> tuple[str
 
 
 def option_notes(args: DifferentialPrivacyArguments) -> tuple[str, ...]:
-    """Limits of the guarantee by the options of one start; they stay, whatever the next start writes."""
+    """Limits of the guarantee by the options of one start; they stay, also if the next start has other options."""
     return ((_LOGGED,) if args.log_train_loss else ()) + (() if args.public_validation else (NOT_COVERED[0],))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import struct
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainstack._store import TimedStore
+from trainstack.backends.processes.headers import INLINE, Header, merge_headers, merge_over_ranks
+from trainstack.backends.processes.network import connects_lazily
+from trainstack.backends.processes.peer_report import MOST_LINES, rank_list
 from trainstack.backends.processes.watchdog import PeerWatchdog
 from trainstack.errors import ModuleContractError, PeerError
 
@@ -60,9 +62,20 @@ class Communicator:
         """
         return [value]
 
+    def gather_to_main(self, value: Any, what: str = "") -> list[Any]:
+        """As `gather`, on rank 0; the others get their own value alone."""
+        return [value]
+
     def sum(self, values: Sequence[float], what: str = "") -> list[float]:
-        """Each of `values` summed over the processes, in float64 and in the order of the ranks."""
+        """Each of `values` summed over the processes, in float64: the same bits on all of them.
+
+        Sums of whole numbers are exact. Others are added two by two, in an order that depends on the number of ranks.
+        """
         return list(values)
+
+    def merge_tensors(self, tensors: Sequence[Tensor], kinds: Sequence[str], what: str = "") -> list[Tensor]:
+        """Each of `tensors`, on the CPU, merged over the processes by "sum", "max" or "min": the same bits on all."""
+        return list(tensors)
 
     def broadcast_object(self, value: Any, what: str = "") -> Any:
         """The value of rank 0, on every process; as for `gather`."""
@@ -84,6 +97,18 @@ class Communicator:
             chunk: send at most so many rows at once.
         """
         return rows
+
+    def rows_to_main(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """As `all_gather_rows` on rank 0; no rows elsewhere. A rank sends its rows once."""
+        return rows
+
+    def encoded(self, value: Any, what: str) -> Tensor:
+        """A value as bytes, for `rows_to_main`; as for `gather`."""
+        raise NotImplementedError("one process sends nothing")
+
+    def decoded(self, data: Tensor, what: str) -> Any:
+        """The value in the bytes that `encoded` made."""
+        raise NotImplementedError("one process is sent nothing")
 
     def all_reduce_(self, tensor: Tensor) -> None:
         """Replace `tensor` in place by its sum over the processes; on the device on which gradients are."""
@@ -151,15 +176,12 @@ class Communicator:
         return nullcontext()
 
 
-_HEADER = struct.Struct(
-    "<4sB3xI4xQQ"
-)  # magic, flags, number of the exchange, its name as a hash, length of the message
-_MAGIC = b"ts01"
-_REFUSED = 1  # a flag; the other flags are the kind of the exchange
-_GATHER, _SUM, _BROADCAST, _MEETING = 0, 2, 4, 6
-_SIZE = 256
-_INLINE = _SIZE - _HEADER.size
+_GATHER, _SUM, _BROADCAST, _MEETING, _TO_MAIN = "gather", "sum", "broadcast", "meeting", "gather to rank 0"
+_KINDS = (_GATHER, _SUM, _BROADCAST, _MEETING, _TO_MAIN)
+_MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _PLACE_SIZE = 512
+_ROWS_TAG = 0x7275
+_SHORT = 4096  # bytes of a message, up to which its length travels with it
 _MOST_AT_ONCE = 1 << 26  # bytes of rows that a process gives to one collective; all gather that much of each
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _OTHERS = (str(Path(torch.__file__).parent) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
@@ -168,8 +190,9 @@ _OTHERS = (str(Path(torch.__file__).parent) + os.sep, str(Path(os.__file__).pare
 class GroupCommunicator(Communicator):
     """Talking over a process group.
 
-    Each exchange begins with one all-gather of headers of a fixed size, which hold the name of the exchange and short
-    messages. So processes that are in different exchanges learn of it from their headers, before sizes differ.
+    Each exchange begins with headers of a fixed size, which all ranks merge. They hold the name of the exchange, so
+    ranks that are in different exchanges learn of it before sizes differ; they also hold small sums and short texts
+    of rank 0. A rank sends one message for each doubling of the number of ranks.
 
     Args:
         group: one that carries CPU tensors, and nothing else: an exchange must never meet a collective of another kind.
@@ -198,9 +221,23 @@ class GroupCommunicator(Communicator):
         self._where: Callable[[], str] = lambda: ""
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         name = self.broadcast_object(uuid.uuid4().hex, "joining the process group")
+        if connects_lazily(self.size):
+            self._connect()
         # A group may serve several runs. Use a separate connection: a blocking wait on the shared one would stall us.
         own = PrefixStore(f"trainstack/run/{name}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
         self._store = TimedStore(own, timeout_s)
+
+    def _connect(self) -> None:
+        """Make the connections of all collectives now, while a rank that fails is heard.
+
+        A rank that waits for a connection later cannot be woken before the time-out of the group.
+        """
+        for group in dict.fromkeys([self._group, *self._groups]):
+            if dist.get_backend(group) == "gloo":
+                nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                dist.all_reduce(nothing, group=group)
+                dist.broadcast(nothing, group=group, group_src=0)
+                dist.all_gather([torch.empty_like(nothing) for _ in range(self.size)], nothing, group=group)
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
         what = what or _calling_function()
@@ -211,18 +248,60 @@ class GroupCommunicator(Communicator):
         try:
             message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
         except ModuleContractError as error:
-            self._exchange(what, str(error).encode(), _GATHER | _REFUSED)
+            self._exchange(what, str(error).encode(), refused=True)
             raise
-        parts = self._exchange(what, message.packed(), _GATHER)
+        parts = self._exchange(what, message.packed())
+        return [decode_packed(part, message.classes, allow_pickle=self._allow_pickle) for part in parts]
+
+    def gather_to_main(self, value: Any, what: str = "") -> list[Any]:
+        what = what or _calling_function()
+        if self.size == 1:
+            return [value]
+        from trainstack.backends.processes.wire import decode_packed, encode
+
+        try:
+            message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
+        except ModuleContractError as error:
+            self._meet(what, _TO_MAIN, refused=True)
+            self._exchange(what, str(error).encode(), refused=True)
+            raise
+        if self._meet(what, _TO_MAIN).refused:
+            self._exchange(what, b"")  # which raises
+        data = _flat(message.packed())
+        lengths = self._all_gather(torch.tensor([data.numel()])).flatten().tolist()
+        rows = self.rows_to_main(data, lengths)
+        if self.rank:
+            return [value]
+        parts = torch.split(rows, lengths)
         return [decode_packed(part, message.classes, allow_pickle=self._allow_pickle) for part in parts]
 
     def sum(self, values: Sequence[float], what: str = "") -> list[float]:
         what = what or _calling_function()
-        parts = self._exchange(what, struct.pack(f"<{len(values)}d", *values), _SUM)
-        counts = [part.numel() // 8 for part in parts]
-        if len(set(counts)) > 1:
+        inline = list(values) if 8 * len(values) <= INLINE else []
+        met = self._meet(what, _SUM, length=len(values), values=inline)
+        if met.longest * self.size != met.total:
+            counts = self._all_gather(torch.tensor([len(values)])).flatten().tolist()
             raise PeerError(f"{what}: the ranks do not sum up equally many numbers: {counts}.")
-        return [sum(column) for column in zip(*(part.view(torch.float64).tolist() for part in parts), strict=True)]
+        if inline or not values:
+            return met.values
+        summed: list[float] = self._merged(torch.tensor(values, dtype=torch.float64, device="cpu"), torch.add).tolist()
+        return summed
+
+    def merge_tensors(self, tensors: Sequence[Tensor], kinds: Sequence[str], what: str = "") -> list[Tensor]:
+        what = what or _calling_function()
+        met = self._meet(what, _SUM, length=sum(tensor.nbytes for tensor in tensors))
+        if met.longest * self.size != met.total:
+            raise PeerError(f"{what}: the ranks do not give tensors of one size.")
+        return [self._merged(tensor, _MERGES[kind]) for tensor, kind in zip(tensors, kinds, strict=True)]
+
+    def _merged(self, tensor: Tensor, merge: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        def merge_bytes(mine: Tensor, theirs: Tensor, sender: int) -> Tensor:  # gloo lacks some dtypes, but has bytes
+            return merge(mine.view(tensor.dtype), theirs.view(tensor.dtype)).view(torch.uint8)
+
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        return merge_over_ranks(flat, merge_bytes, self._group).view(tensor.dtype).reshape(tensor.shape)
 
     def broadcast_object(self, value: Any, what: str = "") -> Any:
         what = what or _calling_function()
@@ -235,7 +314,7 @@ class GroupCommunicator(Communicator):
         try:
             message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
         except ModuleContractError as error:
-            self._send(what, str(error).encode(), _REFUSED)
+            self._send(what, str(error).encode(), refused=True)
             raise
         self._send(what, message.head)
         for blob in message.blobs:
@@ -243,7 +322,11 @@ class GroupCommunicator(Communicator):
         return value
 
     def check_place(self, what: str) -> None:
-        self._meet(what, b"", _MEETING)
+        self._meet(what, _MEETING)
+
+    def raise_if_any(self, error: BaseException | None, doing: str) -> None:
+        if self._meet(doing, _MEETING, refused=error is not None).refused:
+            super().raise_if_any(error, doing)
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
         whole = rows.new_empty((sum(counts), *rows.shape[1:]))
@@ -259,100 +342,136 @@ class GroupCommunicator(Communicator):
                 target.reshape(-1).view(torch.uint8).copy_(part)
         return whole
 
-    def _send(self, what: str, head: bytes, flags: int = 0) -> None:
-        self._meet(what, head, _BROADCAST | flags)
-        if len(head) > _INLINE:
+    def rows_to_main(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        if self.rank:
+            if rows.nbytes:
+                _wait_for(dist.isend(as_bytes(rows), group=self._group, group_dst=0, tag=_ROWS_TAG))
+            return rows[:0]
+        whole = rows.new_empty((sum(counts), *rows.shape[1:]))
+        for sender, part in enumerate(torch.split(whole, list(counts))):
+            if not sender:
+                part.copy_(rows)
+            elif part.nbytes:
+                _wait_for(dist.irecv(as_bytes(part), group=self._group, group_src=sender, tag=_ROWS_TAG))
+        return whole
+
+    def encoded(self, value: Any, what: str) -> Tensor:
+        from trainstack.backends.processes.wire import encode
+
+        return _flat(encode(value, f"{what}: the value", allow_pickle=self._allow_pickle).packed())
+
+    def decoded(self, data: Tensor, what: str) -> Any:
+        from trainstack.backends.processes.wire import decode_packed
+
+        return decode_packed(data, allow_pickle=self._allow_pickle)
+
+    def _send(self, what: str, head: bytes, *, refused: bool = False) -> None:
+        inline = head if len(head) <= INLINE else b""
+        self._meet(what, _BROADCAST, length=len(head), text=inline, refused=refused)
+        if not inline:
             self._broadcast_bytes(torch.frombuffer(bytearray(head), dtype=torch.uint8), 0)
 
     def _receive(self, what: str) -> Any:
         """What rank 0 sends: into memory of its own for each large tensor."""
         from trainstack.backends.processes.wire import blob_sizes, decode
 
-        flags, length, head = self._meet(what, b"", _BROADCAST)[0]
-        if length > _INLINE:
-            head = self._broadcast_bytes(_room(length), 0)
-        if flags & _REFUSED:
-            raise ModuleContractError(f"rank 0: {_text(head)}")
-        data = head.numpy().tobytes()
+        met = self._meet(what, _BROADCAST)
+        data = met.text or self._broadcast_bytes(_room(met.longest), 0).numpy().tobytes()
+        if met.refused:
+            raise ModuleContractError(f"rank 0: {data.decode(errors='replace')}")
         blobs = [self._broadcast_bytes(_room(size), 0) for size in blob_sizes(data)]
         return decode(data, blobs, allow_pickle=self._allow_pickle)
 
-    def _exchange(self, what: str, message: bytes | Tensor, flags: int) -> list[Tensor]:
+    def _exchange(self, what: str, message: bytes | Tensor, *, refused: bool = False) -> list[Tensor]:
         """The messages of all processes, as flat bytes.
 
         Raises:
             ModuleContractError: a process has refused to send its value.
         """
-        met = self._meet(what, message, flags)
-        parts, lengths = [part for _, _, part in met], [length for _, length, _ in met]
-        if max(lengths) > _INLINE:
-            if isinstance(message, bytes):
-                message = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
-            parts = self._all_gather_uneven(message, lengths)
-        for rank, (refused, _, _) in enumerate(met):
-            if refused & _REFUSED and rank != self.rank and not flags & _REFUSED:
+        message = _flat(message)
+        met = self._meet(what, _GATHER, length=message.numel(), refused=refused)
+        begin = torch.tensor([message.numel(), int(refused)]).view(torch.uint8)
+        if met.longest <= _SHORT:  # the lengths travel with the messages
+            rows = self._all_gather(_padded(torch.cat([begin, message]), met.longest + begin.numel()))
+            heads, bodies = torch.split(rows, [begin.numel(), met.longest], 1)
+            facts = [head.clone().view(torch.int64).tolist() for head in heads]
+            parts = [body[:length].clone() for body, (length, _) in zip(bodies, facts, strict=True)]
+        else:
+            facts = self._all_gather(begin).view(torch.int64).tolist()
+            parts = self._all_gather_uneven(message, [length for length, _ in facts])
+        for rank, (_, is_refused) in enumerate(facts):
+            if is_refused and not refused:
                 raise ModuleContractError(f"rank {rank}: {_text(parts[rank])}")
         return parts
 
-    def _meet(self, what: str, message: bytes | Tensor, flags: int) -> list[tuple[int, int, Tensor]]:
-        """Exchange headers; the flags, the length and, if it is short, the message of each process.
+    def _meet(self, what: str, kind: str, *, length: int = 0, **said: Any) -> Header:
+        """Merge the headers of all processes.
 
         Raises:
             PeerError: the processes are not in the same exchange.
         """
         self._num_exchanges += 1
-        length = len(message)
-        mine = bytearray(_SIZE)
-        _HEADER.pack_into(mine, 0, _MAGIC, flags, self._num_exchanges & 0xFFFFFFFF, _hash(what), length)
-        if length <= _INLINE and not isinstance(message, Tensor):
-            mine[_HEADER.size : _HEADER.size + length] = message
-        rows = self._all_gather(torch.frombuffer(mine, dtype=torch.uint8))
-        data = rows.numpy().tobytes()
-        headers = [_HEADER.unpack_from(data, begin) for begin in range(0, len(data), _SIZE)]
-        if headers.count(headers[self.rank]) != self.size:
-            if any(header[0] != _MAGIC for header in headers):
-                others = [rank for rank, header in enumerate(headers) if header[0] != _MAGIC]
-                raise PeerError(
-                    f"{what}: what the ranks {others} sent are no messages of this version of trainstack. Run the same "
-                    "version on all processes, and let no other program reach the ports of the run."
-                )
-            if len({(flags & ~_REFUSED, number, name) for _, flags, number, name, _ in headers}) > 1:
-                self._raise_apart(what)
-        return [
-            (header[1], header[4], row[_HEADER.size : _HEADER.size + min(header[4], _INLINE)])
-            for header, row in zip(headers, rows, strict=True)
-        ]
+        mine = Header(
+            kind=_KINDS.index(kind),
+            number=self._num_exchanges & 0xFFFFFFFF,
+            name=_hash(what),
+            longest=length,
+            total=length,
+            **said,
+        )
+        met = mine if self.size == 1 else merge_headers(mine, self._group)
+        if met.foreign != -1:
+            raise PeerError(
+                f"{what}: what the rank {met.foreign} sent is no message of this version of trainstack. Run the same "
+                "version on all processes, and let no other program reach the ports of the run."
+            )
+        if met.apart:
+            self._raise_apart(what, kind)
+        return met
 
-    def _raise_apart(self, what: str) -> None:
-        place = f"{what!r}{f' at {where}' if (where := self._where()) else ''}{_calling_place()}"
+    def _raise_apart(self, what: str, kind: str) -> None:
+        place = f"{kind}\n{what!r}{f' at {where}' if (where := self._where()) else ''}{_calling_place()}"
         mine = place.encode()[:_PLACE_SIZE].ljust(_PLACE_SIZE, b"\0")
-        places = [_text(row) for row in self._all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))]
+        alike: dict[str, list[int]] = {}
+        for rank, row in enumerate(self._all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))):
+            alike.setdefault(_text(row), []).append(rank)
+        lines = [
+            f"  rank{'s' * many} {rank_list(ranks)} {'are' if many else 'is'} in {place.partition(chr(10))[2]}\n"
+            for place, ranks in alike.items()
+            for many in [len(ranks) > 1]
+        ]
         raise PeerError(
             "the processes are not in the same place:\n"
-            + "".join(f"  rank {rank} is in {place}\n" for rank, place in enumerate(places))
+            + "".join(lines[:MOST_LINES])
+            + (f"  and {len(lines) - MOST_LINES} more places\n" if len(lines) > MOST_LINES else "")
             + "All processes have to make the same calls in the same order: gather, validate, save_checkpoint and the "
             "like are called by all or by none, not below `if rank == 0:`."
         )
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         """One row of bytes for each process; all give equally many."""
-        rows = _room(self.size * mine.numel()).reshape(self.size, -1)
+        rows = _room(self.size * mine.nbytes).view(mine.dtype).reshape(self.size, -1)
         dist.all_gather(list(rows.unbind()), mine, group=self._group)
         return rows
 
     def _all_gather_uneven(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """The bytes of each process: in one collective, unless padding to the longest were much of it."""
-        longest = max(lengths)
-        if longest * self.size <= 2 * sum(lengths) + (1 << 20):
-            padded = mine
-            if mine.numel() < longest:
-                padded = _room(longest)
-                padded[: mine.numel()], padded[mine.numel() :] = mine, 0
-            return [row[:length] for row, length in zip(self._all_gather(padded), lengths, strict=True)]
+        """The bytes of each process, in one collective.
+
+        Where padding to the longest were much of it, what is beyond twice the mean follows, one broadcast for each rank
+        that has so much: fewer than half of them.
+        """
+        longest, total = max(lengths), sum(lengths)
+        width = longest if longest * self.size <= 2 * total + (1 << 20) else 2 * total // self.size
+        rows = self._all_gather(_padded(mine[:width], width)) if width else [mine[:0]] * self.size
         parts = []
-        for rank, length in enumerate(lengths):
-            part = mine if rank == self.rank else _room(length)
-            parts.append(self._broadcast_bytes(part, rank) if length else part)
+        for rank, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if length <= width:
+                parts.append(row[:length])
+                continue
+            whole = mine.clone() if rank == self.rank else _room(length)
+            whole[:width] = row
+            self._broadcast_bytes(whole[width:], rank)
+            parts.append(whole)
         return parts
 
     def _broadcast_bytes(self, data: Tensor, source: int) -> Tensor:
@@ -406,9 +525,10 @@ class GroupCommunicator(Communicator):
         for what nobody sends, under a tag that nothing else has.
         """
         self.aborted = True  # before nccl's kernels return, and leave gradients that were not summed
-        for group in {self._group, *self._groups}:
+        for group in dict.fromkeys([self._group, *self._groups]):
             with suppress(Exception):
-                never = dist.irecv(torch.empty(1), group=group, group_src=(self.rank + 1) % self.size, tag=0x7EA7)
+                source = (group.rank() + 1) % group.size()
+                never = dist.irecv(torch.empty(1), group=group, group_src=source, tag=0x7EA7)
                 assert never is not None
                 never.wait(timedelta(milliseconds=1))
             with suppress(Exception):
@@ -420,12 +540,37 @@ def _hash(what: str) -> int:
     return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
 
 
+def _flat(message: bytes | Tensor) -> Tensor:
+    if isinstance(message, bytes):
+        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+    return message
+
+
 def _room(size: int) -> Tensor:
     """Memory for so many bytes, which another process has announced."""
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     except (RuntimeError, TypeError, OverflowError) as error:
         raise PeerError(f"there is no memory for the {size} bytes that another process announces.") from error
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; gloo lacks some dtypes, but has bytes."""
+    return rows.reshape(-1).view(torch.uint8)
+
+
+def _wait_for(work: Any) -> None:
+    assert work is not None
+    work.wait()
+
+
+def _padded(data: Tensor, size: int) -> Tensor:
+    """`data` with zeros behind it."""
+    if data.numel() == size:
+        return data.contiguous()
+    padded = _room(size)
+    padded[: data.numel()], padded[data.numel() :] = data, 0
+    return padded
 
 
 def _text(data: Tensor) -> str:

@@ -15,7 +15,7 @@ from trainstack.backends.processes.variables import Variables
 from trainstack.errors import ConfigurationError
 from trainstack.ranks import exchange, host_identity
 
-Launcher = Literal["torchrun", "slurm", "openmpi", "explicit", "group"]
+Launcher = Literal["torchrun", "slurm", "openmpi", "submitit", "explicit", "group"]
 LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 29500  # torchrun's, too
 
@@ -114,8 +114,9 @@ def detect_process_info(
 ) -> ProcessInfo | None:
     """The place that a launcher has given this process, or None where no launcher has.
 
-    Explicit arguments first, then torchrun's variables, then those of Open MPI, then SLURM's. (Open MPI goes before
-    SLURM because `mpirun` within a SLURM job leaves both, and then SLURM counts mpirun's daemons.)
+    Explicit arguments first, then torchrun's variables, then those of Open MPI, of submitit's local executor, then
+    SLURM's. (Open MPI goes before SLURM because `mpirun` within a SLURM job leaves both, and then SLURM counts mpirun's
+    daemons.)
     A SLURM allocation whose tasks were not started by `srun` is no world.
 
     Args:
@@ -132,6 +133,8 @@ def detect_process_info(
         return _torchrun_info(Variables(found, "torchrun"))
     if found.get("OMPI_COMM_WORLD_RANK"):
         return _openmpi_info(Variables(found, "Open MPI"))
+    if found.get("SUBMITIT_LOCAL_GLOBALID"):
+        return _submitit_info(Variables(found, "submitit's local executor"))
     if slurm.started_by_srun(found):
         return _slurm_info(Variables(found, "srun"))
     for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
@@ -162,6 +165,8 @@ def launcher_world_size(environ: Mapping[str, str]) -> int:
     """
     if not environ.get("RANK") and environ.get("OMPI_COMM_WORLD_RANK"):
         return Variables(environ, "Open MPI").number("OMPI_COMM_WORLD_SIZE")
+    if not environ.get("RANK") and environ.get("SUBMITIT_LOCAL_GLOBALID"):
+        return Variables(environ, "submitit's local executor").number("SUBMITIT_LOCAL_NTASKS")
     if not environ.get("RANK") and slurm.started_by_srun(environ):
         variables = Variables(environ, "srun")
         return variables.number(_slurm_size_name(variables))
@@ -247,8 +252,9 @@ def _torchrun_info(variables: Variables) -> ProcessInfo:
     """torchrun, `launch`, Ray, Kubeflow and scripts that export torch's `env://` variables."""
     rank, size = variables.rank("RANK", "WORLD_SIZE")
     alone = size == 1
-    local_rank = variables.number("LOCAL_RANK", default=0 if alone else None)
-    local_size = variables.number("LOCAL_WORLD_SIZE", default=0)
+    in_pod = not alone and _is_alone_on_host(variables)
+    local_rank = variables.number("LOCAL_RANK", default=0 if alone or in_pod else None)
+    local_size = variables.number("LOCAL_WORLD_SIZE", default=1 if in_pod else 0)
     if not local_size:  # exported by hand: one process a machine, or all on one
         local_size = size if local_rank == rank and variables.is_loopback("MASTER_ADDR") else 1
         local_size = max(local_size, local_rank + 1)
@@ -264,6 +270,43 @@ def _torchrun_info(variables: Variables) -> ProcessInfo:
         master_port=variables.port("MASTER_PORT", default=_DEFAULT_PORT if alone else None),
         launcher="torchrun",
         restarts=variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _is_alone_on_host(variables: Variables) -> bool:
+    """Whether variables without LOCAL_RANK are those of a pod, in which one process runs.
+
+    Kubeflow and SageMaker set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only. MASTER_ADDR may be localhost in the
+    pod of rank 0. Outside of a pod localhost means that all processes are on this machine, so their local ranks differ.
+
+    Raises:
+        ConfigurationError: the processes are on one machine, and each needs a local rank.
+    """
+    if variables.has("LOCAL_RANK") or variables.has("LOCAL_WORLD_SIZE"):
+        return False
+    if variables.has("KUBERNETES_SERVICE_HOST") or not variables.is_loopback("MASTER_ADDR"):
+        return variables.has("MASTER_ADDR")
+    raise ConfigurationError(
+        f"LOCAL_RANK is missing, and MASTER_ADDR={variables.text('MASTER_ADDR')} says that all processes are on this "
+        "machine. Export LOCAL_RANK, the number of the process on its machine (0 where each has a machine or a pod of "
+        "its own), or start with torchrun or trainstack.launch."
+    )
+
+
+def _submitit_info(variables: Variables) -> ProcessInfo:
+    """The local executor of submitit. Its SLURM executor uses srun."""
+    rank, size = variables.rank("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS")
+    return ProcessInfo(
+        rank=rank,
+        size=size,
+        local_rank=variables.number("SUBMITIT_LOCAL_LOCALID", default=rank),
+        local_size=size,
+        node_rank=0,
+        master_addr=variables.text("MASTER_ADDR", default=LOOPBACK),
+        master_port=variables.port(
+            "MASTER_PORT", default=slurm.port_of(variables.number("SUBMITIT_LOCAL_JOB_ID", default=0))
+        ),
+        launcher="submitit",
     )
 
 

@@ -49,6 +49,53 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
     return _rebuild(plan if leaves else theirs, iter(joined))
 
 
+def gather_to_main(comm: Communicator, outputs: Any, what: str = "trainer.gather") -> Any:
+    """As `gather_outputs`, on rank 0 alone; None elsewhere. Each rank sends its rows once, into the result's memory.
+
+    Raises:
+        ModuleContractError: as `gather_outputs`.
+        PeerError: the other processes have not called it; on all of them.
+    """
+    if comm.size == 1:
+        return outputs
+    leaves: list[tuple[str, Any]] = []
+    plan = _flatten(outputs, "outputs", leaves)
+    sent = [comm.encoded(_describe(*item)[1], what) if not isinstance(item[1], Tensor) else None for item in leaves]
+    facts = [
+        _describe(*item) if data is None else ("objects", data.numel()) for item, data in zip(leaves, sent, strict=True)
+    ]
+    gathered = comm.gather((_plain(plan), repr(plan), facts), what)
+    filled = [(theirs, described) for theirs, _, described in gathered if described]
+    if not filled:
+        return outputs if comm.rank == 0 else None
+    _check_alike(gathered)
+    theirs, described = filled[0]
+    columns = zip(*(one or [None] * len(described) for *_, one in gathered), strict=True)
+    mine: list[Any] = [data if data is not None else leaf for data, (_, leaf) in zip(sent, leaves, strict=True)]
+    joined = [
+        _join_on_main(comm, leaf, column, like, what)
+        for leaf, column, like in zip(mine or [None] * len(described), columns, described, strict=True)
+    ]
+    return _rebuild(plan if leaves else theirs, iter(joined)) if comm.rank == 0 else None
+
+
+def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, what: str) -> Any:
+    counts = [0 if fact is None else fact[1] for fact in facts]
+    if like[0] == "objects":
+        data = torch.empty(0, dtype=torch.uint8) if leaf is None else leaf
+        whole = comm.rows_to_main(data, counts)
+        parts = torch.split(whole, counts) if comm.rank == 0 else ()
+        decoded = [comm.decoded(part, what) for part in parts if part.numel()]
+        return StepList(value for values in decoded for value in values)
+    _, _, row, dtype, device = like
+    if leaf is None:
+        rows = torch.empty((0, *row), dtype=dtype)
+    else:
+        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
+        device = str(leaf.device)
+    return comm.rows_to_main(rows, counts).to(device)
+
+
 def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
     """The structure of `value`, its leaves appended to `leaves` with their places."""
     if isinstance(value, dict):

@@ -7,8 +7,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainstack._store import LOOPBACK
@@ -112,3 +112,28 @@ def use_interface(name: str | None) -> None:
         os.environ.pop(VARIABLE, None)
     else:
         os.environ[VARIABLE] = name
+
+
+EAGER_RANKS = 64
+"""Up to so many ranks, gloo connects each to every other one as a group is made. Of more, two connect when they first
+talk: 1,000 ranks would read 10**6 addresses from the store, and need more open files than systems allow."""
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+def connects_lazily(size: int) -> bool:
+    """Whether groups of `size` ranks are made without connections; the user's own choice is kept."""
+    return os.environ.get(_LAZY, "1" if size > EAGER_RANKS else "0").lower() in ("1", "y", "yes", "t", "true")
+
+
+@contextmanager
+def connections_for(size: int) -> Iterator[None]:
+    """A block in which groups of `size` ranks are made. torch 2.13.0 reads the variable for each group."""
+    if _LAZY in os.environ or not connects_lazily(size):
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LAZY, None)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import DistError
 
 from trainstack._store import StoreSilentError, TimedStore, run_with_clock
-from trainstack.backends.processes.network import VARIABLE, interfaces, is_loopback
+from trainstack.backends.processes.network import VARIABLE, connections_for, interfaces, is_loopback
 from trainstack.errors import PeerError, annotate
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Opening:
             PeerError: another rank has failed, or does not come in time.
         """
         try:
-            return run_with_clock(call, self._timeout_s, self._look)
+            with connections_for(self._size):
+                return run_with_clock(call, self._timeout_s, self._look)
         except TimeoutError as error:
             raise PeerError(
                 f"rank {self._rank} on {socket.gethostname()} has waited {self._timeout_s:g} s for a process group of "

@@ -20,6 +20,7 @@ def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
     Bytes are sent, so that gloo and nccl take every dtype, and many tensors at once: models have hundreds of buffers of
     a few numbers. Tensors that are not dense may have other sizes on other processes, so each is sent by itself.
     """
+    tensors = [tensor for tensor in tensors if not tensor.is_meta]  # those have no values yet
     if world.size == 1:
         return
     for bucket in in_buckets([tensor for tensor in tensors if _is_dense(tensor)], _BUCKET_BYTES):

@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 _WHERE_TORCH_SAW_IT = re.compile(r"\[\S+\.cc:\d+\] ")
@@ -20,6 +20,22 @@ _ADVICE = (
     "save_checkpoint are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
     "backend_options={'ddp': {'timeout_s': ...}}."
 )
+
+
+MOST_LINES = 40
+"""Places in a report; a thousand ranks may each be at another line."""
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, with a hyphen for more than three in a row: `0, 2, 4-9`."""
+    runs = list[list[int]]()
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = (f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +84,13 @@ def short_message(error: BaseException) -> str:
     return _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
 
 
+def lost_touch(rank: int, message: str) -> str:
+    """The first line of the report of a rank that has lost others; `message` is that of gloo's error."""
+    return f"rank {rank} has lost touch with another process ({message})."
+
+
 def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
-    """The report of a rank that has lost others.
+    """The report of a rank that has lost others. Behind its first line it is alike for all ranks.
 
     Args:
         rank: of this process.
@@ -88,15 +109,15 @@ def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
             if len(ranks) == 1
             else f"all {len(ranks)} ranks of {host} are"
         )
-        numbers = "" if len(ranks) == 1 else f" (ranks {', '.join(map(str, ranks))})"
+        numbers = "" if len(ranks) == 1 else f" (ranks {rank_list(ranks)})"
         lines.append(f"  {who} silent since {last.age_s:.0f} s{numbers}. Last known: {last.text}")
     shown: dict[str, list[int]] = {}
     for number in sorted(set(places) - hidden):
         place = places[number]
         shown.setdefault(f"{f' on {place.host}' if several else ''}: {place.answer}", []).append(number)
-    lines += [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}{what}" for what, ranks in shown.items()
-    ]
+    lines += [f"  rank{'s' if len(ranks) > 1 else ''} {rank_list(ranks)}{what}" for what, ranks in shown.items()]
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], f"  and {len(lines) - MOST_LINES} more places"]
     reasons = [_ENDED] if any(place.silent for place in places.values()) else []
     if silent_hosts:
         network = (
@@ -104,7 +125,7 @@ def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
             f"{', '.join(silent_hosts)}."
         )
         reasons = [*reasons, network] if _CLOSED.search(message) else [network, *reasons]
-    return "\n".join([f"rank {rank} has lost touch with another process ({message}).", *lines, *reasons, _ADVICE])
+    return "\n".join([lost_touch(rank, message), *lines, *reasons, _ADVICE])
 
 
 def _silent_hosts(places: Mapping[int, Place]) -> dict[str, list[int]]:

@@ -29,6 +29,16 @@ _BUCKET_BYTES = 25 << 20
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
+class _Wrapper(DistributedDataParallel):
+    """Lays out buckets in one order from the first step on: the last parameters first, whose gradients come first."""
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:  # torch lays out buckets once, and reverses the order
+            return parameters, sparse
+        return parameters[::-1], sparse[::-1]
+
+
 class GradientReducer(nn.Module):
     """The model that a stack calls in training over several ranks.
 
@@ -146,7 +156,12 @@ class GradientReducer(nn.Module):
         if shared:  # a broadcast of all would hide that the ranks differ
             options["init_sync"] = False
             self._broadcast([p.data for p in self.entry.parameters() if id(p) not in shared])
-        wrapper = DistributedDataParallel(self.entry, process_group=self._group, **options)
+        wrapper = _Wrapper(self.entry, process_group=self._group, **options)
+        if not (wrapper.find_unused_parameters or wrapper.static_graph):
+            # torch 2.13.0: otherwise the first step of each process has other buckets than the following ones. From 3
+            # ranks on, the order of a sum depends on the place in a bucket, so a resume would end with other bits.
+            wrapper.reducer._push_all_rebuilt_params()
+            wrapper.reducer._rebuild_buckets()
         if self._comm_hook is not None:
             wrapper.register_comm_hook(*self._comm_hook)
         self._wrapper.append(wrapper)

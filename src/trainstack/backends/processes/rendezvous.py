@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -11,7 +12,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +22,17 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainstack._store import LOOPBACK, TOKEN, StoreSilentError, TimedStore, listen_on_loopback, run_with_clock
+from trainstack._store import LOOPBACK, TOKEN, KeyWait, StoreSilentError, TimedStore, listen_on_loopback, run_with_clock
 from trainstack.backends.processes.environment import ProcessInfo, is_on_one_host
 from trainstack.backends.processes.network import local_address_to
 from trainstack.errors import TrainstackError
 
 _ROUND = "trainstack/round"
+
+_FIRST_WAIT_S = 0.02
+"""For a reply, before a rank looks whether the round is still the same; then longer and longer."""
+
+_LONGEST_S = 7 * 86400.0
 
 _hosted_stores: dict[int, Store] = {}
 """Stores hosted by this process, by port; kept alive because another rank may still connect."""
@@ -131,6 +139,7 @@ def run_identity(place: ProcessInfo, environ: Mapping[str, str], run_id: str | N
         "torchrun": ("TORCHELASTIC_RUN_ID",),
         "slurm": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
         "openmpi": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "submitit": ("SUBMITIT_LOCAL_JOB_ID",),
     }.get(place.launcher, ())
     shared = {name: environ[name] for name in names if environ.get(name)}
     shared |= {"world_size": str(place.size), "script": Path(sys.argv[0]).name}
@@ -207,54 +216,92 @@ class Agreement:
     ) -> None:
         self._store, self._mine, self._rank, self._size, self._token = store, mine, rank, size, token
         self._deadline = deadline
-        self._pause = max(0.02, size / 5000)  # there is one store for all
         self.refused: dict[int, str] = {}
 
     def lead(self) -> tuple[str, list[Member]]:
         """What rank 0 does; the name, and the members by rank."""
-        name, members = self._mine.nonce, {0: self._mine}
+        name, members, seen = self._mine.nonce, {0: self._mine}, 0
         self._store.set(_ROUND, json.dumps(asdict(self._mine)))
-        while len(members) < self._size:
-            for rank in set(range(1, self._size)) - members.keys():
-                member = self._read_answer(name, rank)
-                if member is not None:
-                    members[rank] = member
-            if len(members) < self._size:
-                self._wait(sorted(set(range(self._size)) - members.keys()))
-        said = json.dumps([asdict(members[rank]) for rank in range(self._size)])
-        self._store.set(f"trainstack/{name}/confirmed", self._sign("confirmed", said))
+        with self._waiting_for(f"trainstack/{name}/all") as pauses:
+            while len(members) < self._size:
+                next(pauses)
+                answers = self._store.add(f"trainstack/{name}/answers", 0)
+                if answers != seen:
+                    members |= self._read_answers(name, [rank for rank in range(self._size) if rank not in members])
+                seen = answers
+                if len(members) < self._size:
+                    self._check_clock([rank for rank in range(self._size) if rank not in members])
+        self._store.set(f"trainstack/{name}/confirmed", self._sign("confirmed", packed_members(members)))
+        self._store.set_all({_reply_to(member): "" for member in members.values()})
         return name, [members[rank] for rank in range(self._size)]
 
     def follow(self) -> tuple[str, list[Member]]:
         """What another rank does."""
-        while True:
-            text = self._store.find(_ROUND)
-            if text is not None:
-                leader = Member(**json.loads(text))
-                if leader.launched_run != self._mine.launched_run:
+        name = ""
+        with self._waiting_for(_reply_to(self._mine)) as pauses:
+            while True:
+                text = self._store.find(_ROUND)
+                leader = None if text is None else Member(**json.loads(text))
+                if leader is not None and leader.launched_run != self._mine.launched_run:
                     raise TrainstackError(self._foreign(leader))
-                members = self._answer(leader)
-                if members is not None:
-                    return leader.nonce, members
-            self._wait([0])
+                if leader is not None and leader.nonce != name:
+                    name = leader.nonce
+                    self._answer(name)
+                if next(pauses) and name:
+                    members = self._read_reply(name)
+                    if members is not None:
+                        return name, members
+                self._check_clock([0])
 
-    def _answer(self, leader: Member) -> list[Member] | None:
-        name = leader.nonce
+    @contextmanager
+    def _waiting_for(self, key: str) -> Iterator[Iterator[bool]]:
+        """A block with pauses, each longer than the one before; they say whether the key is there, and end with it.
+
+        A key that wakes in vain, since a stranger has set it, does not shorten the pauses that follow.
+        """
+        waiting = KeyWait(self._store, key, max(0.0, min(self._deadline - time.monotonic(), _LONGEST_S)) + 5.0)
+
+        def pauses() -> Iterator[bool]:
+            pause, woken = max(_FIRST_WAIT_S, self._size / 2000), False  # there is one store for all
+            while True:
+                seconds = min(pause, max(0.001, self._deadline - time.monotonic()))
+                if woken:
+                    time.sleep(seconds)
+                else:
+                    woken = waiting.wait(seconds)
+                yield woken
+                pause = min(2 * pause, max(0.1, self._size / 400))
+
+        try:
+            yield pauses()
+        finally:
+            waiting.end()
+
+    def _answer(self, name: str) -> None:
         self._store.set(f"trainstack/{name}/{self._rank}", self._sign(name, json.dumps(asdict(self._mine))))
-        why = self._store.find(f"trainstack/{name}/refused/{self._mine.nonce}")
-        if why is not None:
+        if self._store.add(f"trainstack/{name}/answers", 1) >= self._size - 1:
+            self._store.set(f"trainstack/{name}/all", "")
+
+    def _read_reply(self, name: str) -> list[Member] | None:
+        """The members, once rank 0 has confirmed this one."""
+        why = self._store.find(_reply_to(self._mine))
+        if why:
             raise TrainstackError(why)
         text = self._store.find(f"trainstack/{name}/confirmed")
         said = text and self._signed("confirmed", text)
-        members = [Member(**member) for member in json.loads(said)] if said else []
+        members = unpacked_members(said, self._mine.run) if said else []
         return members if members[self._rank : self._rank + 1] == [self._mine] else None
 
-    def _read_answer(self, name: str, rank: int) -> Member | None:
-        """The answer of a rank, if there is one of this run."""
-        key = f"trainstack/{name}/{rank}"
-        text = self._store.find(key)
-        if text is None:
-            return None
+    def _read_answers(self, name: str, ranks: list[int]) -> dict[int, Member]:
+        """Those of the ranks' answers that are there and of this run; strangers are refused."""
+        keys = [f"trainstack/{name}/{rank}" for rank in ranks]
+        missing = set(self._store.missing(keys))
+        ranks = [rank for at, rank in enumerate(ranks) if at not in missing]
+        texts = self._store.get_all([f"trainstack/{name}/{rank}" for rank in ranks]) if ranks else []
+        read = ((rank, self._read_answer(name, rank, text)) for rank, text in zip(ranks, texts, strict=True))
+        return {rank: member for rank, member in read if member is not None}
+
+    def _read_answer(self, name: str, rank: int, text: str) -> Member | None:
         said = self._signed(name, text)
         member = Member(**json.loads(text.partition("\n")[2] if said is None else said))
         if said is not None and member.run == self._mine.run:
@@ -271,8 +318,8 @@ class Agreement:
         if self.refused.get(rank) != why:
             self.refused[rank] = why
             _log.warning("refused at the rendezvous: %s", why)
-        self._store.set(f"trainstack/{name}/refused/{member.nonce}", why)
-        self._store.delete(key)
+        self._store.delete(f"trainstack/{name}/{rank}")
+        self._store.set(_reply_to(member), why)
         return None
 
     def _foreign(self, leader: Member) -> str:
@@ -293,8 +340,27 @@ class Agreement:
     def _mac(self, about: str, text: str) -> str:
         return hmac.new(self._token.encode(), f"{about}\n{text}".encode(), hashlib.sha256).hexdigest()
 
-    def _wait(self, missing: list[int]) -> None:
+    def _check_clock(self, missing: list[int]) -> None:
         if time.monotonic() > self._deadline:
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise TimeoutError(f"rank{'s' if len(missing) > 1 else ''} {names} did not come")
-        time.sleep(self._pause)
+
+
+def _reply_to(member: Member) -> str:
+    """The key under which rank 0 replies: nothing where it confirms, else why it refuses."""
+    return f"trainstack/reply/{member.nonce}"
+
+
+def packed_members(members: Mapping[int, Member]) -> str:
+    """Members of one run as a text; hosts and addresses repeat, so about 30 bytes each."""
+    facts = [[m.nonce, m.host, m.address, m.store_address] for _, m in sorted(members.items())]
+    return base64.b64encode(zlib.compress(json.dumps(facts).encode())).decode()
+
+
+def unpacked_members(text: str, run: dict[str, str]) -> list[Member]:
+    """The members by rank; they share `run`."""
+    facts = json.loads(zlib.decompress(base64.b64decode(text)))
+    return [
+        Member(nonce=nonce, run=run, host=host, address=address, store_address=store)
+        for nonce, host, address, store in facts
+    ]

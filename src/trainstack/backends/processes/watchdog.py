@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 
 from trainstack._store import StoreSilentError, TimedStore
-from trainstack.backends.processes.peer_report import Place, decode_place, encode_place, missing_peers, short_message
+from trainstack.backends.processes.peer_report import (
+    Place,
+    decode_place,
+    encode_place,
+    lost_touch,
+    missing_peers,
+    short_message,
+)
 from trainstack.errors import PeerError
 
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
@@ -105,6 +112,12 @@ ANSWER_S = 2.0
 
 _POLL_S = 0.02
 
+_ASKERS = 3
+"""Ranks that ask all others one after the other, where the one before has died meanwhile."""
+
+_ALL_PRINT = 16
+"""Up to so many ranks each prints where all are; of more, the one that asked and rank 0."""
+
 _LOST = ("/gloo/", "Application timeout caused pair closure")
 """What the text of a plain RuntimeError of gloo's has in it."""
 
@@ -149,6 +162,7 @@ class PeerWatchdog(threading.Thread):
         self._watched = threading.get_ident()
         self._failed_at: str | None = None
         self._peer_error: PeerError | None = None
+        self._counted = set[str]()
         self._stopping = threading.Event()
 
     def run(self) -> None:
@@ -169,7 +183,7 @@ class PeerWatchdog(threading.Thread):
         with suppress(RuntimeError, StoreSilentError):
             store = self._store.within(ANSWER_S)
             if self._failed_at is not None:
-                store.set(f"heard/{self._number}/{self._rank}", "")
+                self._count(store, f"heard/{self._number}")
             store.set(f"place/{self._rank}", encode_place(f"{self._where()}; its trainer is at work no more"))
 
     def resolve_error(self, error: BaseException) -> BaseException:
@@ -209,24 +223,31 @@ class PeerWatchdog(threading.Thread):
             store.compare_set("failure", before, json.dumps({**said, "line": line.partition("\n")[0], "text": text}))
         # The store may be in the process of rank 0, and that process may be about to end.
         if self._rank == 0:
-            self._wait_for_answers([f"heard/{self._number}/{rank}" for rank in range(1, self._size)])
+            self._wait_for_count(store, f"heard/{self._number}", self._size - 1)
 
-    def _wait_for_answers(self, keys: Sequence[str]) -> list[int]:
-        """Give the others time to answer; the places in `keys` of those that do not."""
-        store, deadline = self._store.within(self._pause + 2 * ANSWER_S), time.monotonic() + self._pause + ANSWER_S
-        missing = store.missing(keys)
-        while missing and time.monotonic() < deadline:
+    def _count(self, store: TimedStore, name: str) -> None:
+        """Count this rank among those that have done something, once."""
+        if name not in self._counted:
+            self._counted.add(name)
+            store.add(f"{name}/count", 1)
+
+    def _wait_for_count(self, store: TimedStore, name: str, number: int) -> bool:
+        """Give the others time; whether so many have counted themselves. One request for all of them at each look."""
+        deadline = time.monotonic() + self._pause + ANSWER_S
+        while store.add(f"{name}/count", 0) < number:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_POLL_S)
-            missing = [number for number in missing if store.find(keys[number]) is None]
-        return missing
+        return True
 
     def _poll(self) -> bool:
         """Whether there is nothing more to look for."""
         here = encode_place(self._failed_at or f"{self._where()}; {summarize_thread(self._watched)}")
         self._store.set(f"place/{self._rank}", here)
         asked = self._store.find("asked")
-        if asked is not None:
+        if asked is not None and asked not in self._counted:
             self._store.compare_set(f"{asked}/{self._rank}", "", here)
+            self._count(self._store, asked)
         self._peer_error = self._failure()
         if self._peer_error is None:
             return False
@@ -242,7 +263,7 @@ class PeerWatchdog(threading.Thread):
         if failure is None or failure["number"] <= self._acknowledged or failure["rank"] == self._rank:
             return None
         self.failed = max(self.failed, failure["number"])
-        store.set(f"heard/{failure['number']}/{self._rank}", "")
+        self._count(store, f"heard/{failure['number']}")
         where = f" There, on {failure['host']}: {failure['line']} (its output has the traceback)"
         if self._rank == 0:
             where = f" There, on {failure['host']}:\n{failure['text']}"
@@ -252,7 +273,7 @@ class PeerWatchdog(threading.Thread):
         message = short_message(error)
         try:
             if not self._is_cut_off:
-                return missing_peers(self._rank, message, self._locate_ranks())
+                return self._report_of_all(message)
         except StoreSilentError:
             pass
         except RuntimeError:
@@ -266,14 +287,39 @@ class PeerWatchdog(threading.Thread):
             f"It was at {self._failed_at}"
         )
 
-    def _locate_ranks(self) -> dict[int, Place]:
+    def _report_of_all(self, message: str) -> str:
+        """Where each rank is. One rank asks all, the others read its report; each next one asks if none comes."""
+        assert self._failed_at is not None
+        first = lost_touch(self._rank, message)
+        for attempt in range(_ASKERS):
+            store = self._store.within(2 * self._pause + 4 * ANSWER_S)
+            asking, key = f"asking/{self._number}/{attempt}", f"report/{self._number}/{attempt}"
+            store.compare_set(asking, "", str(self._rank))
+            asker = int(store.get(asking))
+            if asker == self._rank:
+                places = self._locate_ranks(store, f"answer/{self._number}/{attempt}")
+                report = missing_peers(self._rank, message, places)
+                store.set(key, report.partition("\n")[2])
+                return report
+            with suppress(TimeoutError):
+                report = store.wait_for([key], self._pause + 3 * ANSWER_S, readers=self._size)[0]
+                if self._rank == 0 or self._size <= _ALL_PRINT:
+                    return f"{first}\n{report}"
+                return f"{first} It was at {self._failed_at}; the output of rank {asker} has the places of all."
+        return f"{first} It was at {self._failed_at}"
+
+    def _locate_ranks(self, store: TimedStore, answer: str) -> dict[int, Place]:
         """Ask everybody; where each rank is."""
         assert self._failed_at is not None
-        answer, store = f"answer/{self._number}", self._store.within(self._pause + 3 * ANSWER_S)
-        store.set("asked", answer)
         store.set(f"{answer}/{self._rank}", encode_place(self._failed_at))
-        silent = self._wait_for_answers([f"{answer}/{rank}" for rank in range(self._size)])
-        return {
-            rank: decode_place(store.find(f"{'place' if rank in silent else answer}/{rank}"), rank in silent)
-            for rank in range(self._size)
-        }
+        self._count(store, answer)
+        store.set("asked", answer)
+        silent = set[int]()
+        keys = [f"{answer}/{rank}" for rank in range(self._size)]
+        if not self._wait_for_count(store, answer, self._size):
+            silent = set(store.missing(keys))
+        said = dict(enumerate(keys)) | {rank: f"place/{rank}" for rank in silent}
+        unknown = {list(said)[at] for at in store.missing(list(said.values()))}
+        known = [rank for rank in said if rank not in unknown]
+        texts = dict(zip(known, store.get_all([said[rank] for rank in known]), strict=True))
+        return {rank: decode_place(texts.get(rank), rank in silent) for rank in said}

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from trainstack._tensor_classes import class_of
 from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.verification import PICKLE_SUFFIXES
 
@@ -22,7 +23,7 @@ def is_adapted(model: nn.Module | None) -> bool:
 
 
 def exported_state(model: nn.Module | None, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an export of `model` holds of its `state`: all of it; of a `PeftModel` what its adapters are."""
+    """The part of `state` in an export of `model`: all of it; for a `PeftModel` the adapters."""
     if not is_adapted(model):
         return state
     from peft import get_peft_model_state_dict  # the model is one of its classes
@@ -33,8 +34,8 @@ def exported_state(model: nn.Module | None, state: Mapping[str, Any]) -> Mapping
 def companions_of(model: nn.Module | None) -> Callable[[Path], None] | None:
     """A function that writes configuration files of `model` into a folder; None for a model that has none.
 
-    These are what `config.save_pretrained` and `generation_config.save_pretrained` write; else what the model's own
-    `save_pretrained` writes. `model.safetensors`, READMEs and pickles are left out.
+    These are the files of `config.save_pretrained` and `generation_config.save_pretrained`, or those of the
+    `save_pretrained` of the model, without `model.safetensors`, READMEs and pickles.
     """
     configs = [getattr(model, name, None) for name in ("config", "generation_config")]
     savers = [one for one in configs if callable(getattr(one, "save_pretrained", None))]
@@ -49,7 +50,7 @@ def _write(savers: list[Any], model: nn.Module | None, folder: Path) -> None:
     for one in savers:
         if hasattr(one, "architectures"):  # which `save_pretrained` of the model would say
             one = copy.deepcopy(one)
-            one.architectures = [type(model).__name__]
+            one.architectures = [class_of(cast("nn.Module", model)).__name__]
         one.save_pretrained(os.fspath(scratch))
     for file in sorted(scratch.rglob("*")):
         place = file.relative_to(scratch)

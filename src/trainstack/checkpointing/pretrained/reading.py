@@ -14,13 +14,13 @@ import torch
 
 from trainstack._files import read_small
 from trainstack.checkpointing.field_types import short
-from trainstack.checkpointing.manifest import is_plain_name
+from trainstack.checkpointing.manifest import is_plain_name, is_shard_file
 from trainstack.checkpointing.tensorfile import read_unverified_tensors
 from trainstack.checkpointing.verification import PICKLE_SUFFIXES
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError, CheckpointNotFoundError
 
 INDEX_SUFFIX = ".safetensors.index.json"
-"""What the name of a file ends with that says in which file of several each tensor is."""
+"""The suffix of the index that maps tensors to files."""
 
 _HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 
@@ -71,8 +71,8 @@ def find_weights(folder: Path) -> list[Path]:
     return [folder / name for name in preferred[:1] or indices or files or pickles[:1]]
 
 
-def read_folder(folder: Path) -> dict[str, torch.Tensor] | None:
-    """The tensors of a folder without a manifest, by name; None if it has no file of weights.
+def read_folder(folder: Path, *, mapped: bool = False) -> dict[str, torch.Tensor] | None:
+    """The tensors of a folder without a manifest, by name, perhaps `mapped`; None if it has no file of weights.
 
     Raises:
         CheckpointNotFoundError: it has several.
@@ -84,11 +84,11 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor] | None:
         raise CheckpointNotFoundError(
             f"{folder} has several files of weights: {', '.join(file.name for file in found)}. Name one of them."
         )
-    return read_file(found[0]) if found else None
+    return read_file(found[0], mapped=mapped) if found else None
 
 
-def read_file(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a `.safetensors` file, or of the files that an index names.
+def read_file(file: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """The tensors of a `.safetensors` file, or of the files that an index names; `mapped` or in memory.
 
     Raises:
         CheckpointMismatchError: it is a pickle by its name.
@@ -97,9 +97,13 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
     if file.suffix.lower() in PICKLE_SUFFIXES:
         raise CheckpointMismatchError(_refuse_pickle(file))
     if file.name.endswith(INDEX_SUFFIX):
-        return _read_shards(file)
+        return _read_shards(file, mapped=mapped)
+    if is_shard_file(file.name):
+        raise CheckpointMismatchError(
+            f"{file} has the rows of one rank, and not the whole tensors. Give its folder, {file.parent}."
+        )
     try:
-        return read_unverified_tensors(file)
+        return read_unverified_tensors(file, mapped=mapped)
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(
             f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
@@ -107,20 +111,27 @@ def read_file(file: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _read_shards(index: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _read_shards(index: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
+    found, unnamed = dict[str, torch.Tensor](), list[str]()
     places = _weight_map(index)
     for name in dict.fromkeys(places.values()):
         if not (index.parent / name).exists():
             raise CheckpointDamagedError(
                 f"{index} names {name}, which is not beside it. Copy or download the whole folder."
             )
-        found |= {key: tensor for key, tensor in read_file(index.parent / name).items() if places.get(key) == name}
+        tensors = read_file(index.parent / name, mapped=mapped)
+        unnamed += [key for key in tensors if key not in places]
+        found |= {key: tensor for key, tensor in tensors.items() if places.get(key) == name}
     missing = [key for key in places if key not in found]
     if missing:
         raise CheckpointDamagedError(
             f"{index} says that {places[missing[0]]} has {missing[0]!r}, and it does not; {len(missing)} tensors are "
             "missing so. The files are not of one model: copy or download the whole folder."
+        )
+    if unnamed:
+        raise CheckpointDamagedError(
+            f"{index} does not name {unnamed[0]!r}, which a file beside it has; {len(unnamed)} tensors are left out. "
+            "The files are not of one model: copy or download the whole folder."
         )
     return found
 
@@ -128,7 +139,7 @@ def _read_shards(index: Path) -> dict[str, torch.Tensor]:
 def _weight_map(index: Path) -> Mapping[str, str]:
     """The name of the file of each tensor."""
     try:
-        content: Any = json.loads(read_small(index))
+        content: Any = json.loads(read_small(index), object_pairs_hook=_once)
         places: Any = content["weight_map"]
         for name in set(places.values()):
             if not (isinstance(name, str) and is_plain_name(name) and name.endswith(".safetensors")):
@@ -138,6 +149,14 @@ def _weight_map(index: Path) -> Mapping[str, str]:
             f"{index} is not an index of safetensors files: {type(error).__name__}: {error}."
         ) from error
     return {str(key): name for key, name in places.items()}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} is there twice")
+    return found
 
 
 def _refuse_pickle(file: Path) -> str:

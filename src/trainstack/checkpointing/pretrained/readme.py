@@ -24,25 +24,24 @@ def render_readme(
     metadata: Mapping[str, Any] | None,
     owner: nn.Module | None = None,
     card: Mapping[str, Any] | None = None,
+    several: bool = False,
+    lineage: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Return the text of README.md for an export of `model_state`, which is that of the module `owner`.
 
-    Its front matter is the metadata of a model card, with the fields `card` above those that are known here.
+    `several` says that its tensors lie in several files, and `lineage` is that of the manifest. The front matter is the
+    metadata of a model card, with the fields `card` above those that are known here.
     """
     facts = {"global steps": global_step, **(metadata or {})}
     left_out = facts.pop(LEFT_OUT, None) or {}
     texts = {k: facts.pop(k) for k, value in list(facts.items()) if isinstance(value, str) and "\n" in value}
     if texts:
         facts.pop("privacy", None)  # as JSON it is in the manifest
-    tables = {
-        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
-        **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
-        "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
-        "Versions": versions,
-    }
+    tables = _tables(facts, plan, versions)
+    tables["Origin"] = _origin(lineage or {})
     front = _front_matter({**_card_of(owner, metadata or {}), **(card or {})})
     parts = [front, f"# {name}", "Weights of a PyTorch model, exported by trainstack."]
-    parts += _how_to_load(model_state, owner, strict=not left_out)
+    parts += _how_to_load(model_state, owner, strict=not left_out, several=several)
     if left_out:
         parts.append(
             f"{len(left_out)} frozen tensors are left out, such as `{next(iter(left_out))}`; `MANIFEST.json` has all "
@@ -108,7 +107,43 @@ def _common_prefix(names: Iterable[str]) -> str:
     return f"{first.pop()}." if len(first) == 1 and "" not in first else ""
 
 
-def _how_to_load(model_state: Mapping[str, Any], owner: nn.Module | None, *, strict: bool) -> Iterable[str]:
+def _tables(
+    facts: Mapping[str, Any], plan: Mapping[str, Any] | None, versions: Mapping[str, str]
+) -> dict[str, Mapping[str, Any]]:
+    return {
+        "Training": {k: value for k, value in facts.items() if not isinstance(value, Mapping) and value is not None},
+        **{key.capitalize(): value for key, value in facts.items() if isinstance(value, Mapping)},
+        "Plan": {key: value for key, value in (plan or {}).items() if value is not None},
+        "Versions": versions,
+    }
+
+
+def _origin(lineage: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of a lineage: each ancestor, the parent first, and the facts of data and environment."""
+    rows: dict[str, Any] = {}
+    for number, one in enumerate(lineage.get("ancestors", ())):
+        step = "" if one["global_step"] is None else f", global step {one['global_step']}"
+        digest = "" if one["manifest"] is None else f", SHA-256 of its manifest {one['manifest']}"
+        rows["parent" if number == 0 else f"ancestor {number + 1}"] = f"{one['how']} {one['name']}{step}{digest}"
+    rows |= {f"data {name}": value for name, value in (lineage.get("data") or {}).items()}
+    rows |= lineage.get("environment", {})
+    statement = lineage.get("privacy_statement")
+    return rows | ({} if statement is None else {"SHA-256 of the privacy statement": statement})
+
+
+_SEVERAL = [
+    "from pathlib import Path",
+    "from safetensors.torch import load_file",
+    "",
+    "weights = {}",
+    'for file in Path(".").glob("model-*.safetensors"):',
+    "    weights |= load_file(file)",
+]
+
+
+def _how_to_load(
+    model_state: Mapping[str, Any], owner: nn.Module | None, *, strict: bool, several: bool
+) -> Iterable[str]:
     yield "## Loading"
     if lines := _from_pretrained(owner):
         yield _code(lines)
@@ -118,6 +153,7 @@ def _how_to_load(model_state: Mapping[str, Any], owner: nn.Module | None, *, str
     )
     if all(dense) and all(value.dtype in NATIVE for value in model_state.values()):
         lines = ["from safetensors.torch import load_file", "", 'weights = load_file("model.safetensors")']
+        lines = list(_SEVERAL) if several else lines
         lines += [f"weights[{tied!r}] = weights[{first!r}]  # one tensor" for tied, first in _tied(model_state)]
         yield "In plain PyTorch (`pip install safetensors`); names are those of the module that was trained:"
         option = "" if strict else ", strict=False"
@@ -128,8 +164,8 @@ def _how_to_load(model_state: Mapping[str, Any], owner: nn.Module | None, *, str
             yield _code([f"weights = {taken}", f"network.load_state_dict(weights{option})"])
     else:
         yield (
-            "The tensors lie in `model.safetensors`. The state also holds what is no tensor of a safetensors file, so "
-            "it is read with trainstack:"
+            f"The tensors lie in `model{'-*' if several else ''}.safetensors`. The state also holds what is no tensor "
+            "of a safetensors file, so it is read with trainstack:"
         )
     yield "With trainstack, which compares the hashes:"
     yield _code(["from trainstack import read_model", "", 'state = read_model(".")  # the folder of this file'])

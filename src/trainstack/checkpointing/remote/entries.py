@@ -23,7 +23,8 @@ from trainstack.checkpointing.verification import verify_checkpoint
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
 _HASH = re.compile(r"(?<=[^/])\.[0-9a-f]{16}\Z")
-_README = "README.md"
+_BESIDE = ("README.md", manifest.SIGNATURE_FILE)
+"""Files that a manifest does not list, and that are downloaded with it."""
 
 
 def without_hash(key: str) -> str:
@@ -170,8 +171,9 @@ def download(store: ObjectStore, entry: Entry, target: Path) -> Path:
     prefix = _within(entry.key, "")
     try:
         filesystem.make_directory(made)
+        signed = manifest.SIGNATURE_FILE in entry.files  # over all files of the folder, a config.json among them
         for name in entry.files:
-            if name in entry.content.files or name == _README:
+            if signed or name in entry.content.files or name in _BESIDE:
                 store.download(prefix + name, made / name)
         filesystem.atomic_write(made / manifest.FILE_NAME, entry.data)
         try:

@@ -128,8 +128,9 @@ def download_all(address: str, into: Path) -> None:
 
 
 def outline(address: str, into: Path) -> None:
-    """Write the checkpoints and exports at `address` into `into`: manifests, and files of zeros of the right sizes."""
+    """Write what lies at `address` into `into`: manifests, signatures, and files of zeros of the right sizes."""
     require_store(address)
+    store = ObjectStore(address)
     for key, entry in _read(address).entries.items():
         folder = into / key
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +138,8 @@ def outline(address: str, into: Path) -> None:
         for name in entry.content.files.keys() & entry.files.keys():
             with open(folder / name, "xb") as file:
                 file.truncate(entry.files[name])
+        if manifest.SIGNATURE_FILE in entry.files:
+            store.download(f"{key}/{manifest.SIGNATURE_FILE}".lstrip("/"), folder / manifest.SIGNATURE_FILE)
 
 
 def entries_at(address: str) -> list[str]:

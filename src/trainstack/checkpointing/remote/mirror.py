@@ -407,7 +407,8 @@ class Mirror:
             content = manifest.parse(data, info.path)
             self._mark(key)
             upload_folder(self.store, source, key, data, partial(self._check_owner, renew=True))
-            files = {name: record.size for name, record in content.files.items()}
+            files = {path.name: path.stat().st_size for path in source.iterdir() if path.is_file()}
+            files |= {name: record.size for name, record in content.files.items()}
             self._known[key] = Entry(
                 key=key, content=content, data=data, files={**files, manifest.FILE_NAME: len(data)}
             )

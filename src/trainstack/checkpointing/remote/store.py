@@ -123,7 +123,7 @@ class ObjectStore:
         with self._errors("written"), _creating:
             try:
                 self._files.pipe_file(self._path(key), data, mode="create")
-            except Exception as error:  # FileExistsError, or what a package makes of status 409 or 412
+            except Exception as error:  # FileExistsError, or the error of a package for status 409 or 412
                 try:
                     return self.read(key) == data
                 except OSError:
@@ -146,6 +146,6 @@ class ObjectStore:
             if done == "read":
                 raise
             raise OSError(f"{self.address} cannot be {done}: {error}") from error
-        except Exception as error:  # of the packages below fsspec, which have classes of their own
+        except Exception as error:  # of the packages below fsspec, which have other classes
             words = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise OSError(f"{self.address} cannot be {done}: {words}") from error

@@ -11,7 +11,8 @@ from trainstack.trainer.callbacks.freezer import Freezer
 from trainstack.trainer.callbacks.monitored import BestCheckpoint, EarlyStopping
 from trainstack.trainer.callbacks.monitors import GradNormMonitor, LRMonitor, MemoryMonitor, MovingAverage
 from trainstack.trainer.callbacks.profiler import Profiler
-from trainstack.trainer.callbacks.search import OptunaPruning, RayReport
+from trainstack.trainer.callbacks.ray_report import RayReport
+from trainstack.trainer.callbacks.search import OptunaPruning
 from trainstack.trainer.callbacks.settings import LimitBatches, SyncBatchNorm
 from trainstack.trainer.callbacks.timing import StepTimer, ThroughputMonitor
 from trainstack.trainer.events import Callback

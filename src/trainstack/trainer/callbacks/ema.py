@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from trainstack.backends.fast_paths import fast_lerp, fast_paths_enabled
 from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.random_state import isolated_rng
+from trainstack.trainer.core.shards import copy_values, kept_values, set_values
 from trainstack.trainer.core.tensors import is_quantized_wrapper
 from trainstack.trainer.events import Callback
 from trainstack.trainer.module_checks import check_initialized
@@ -23,8 +26,16 @@ def _has_average(parameter: Tensor) -> bool:
     return (parameter.is_floating_point() or parameter.is_complex()) and not is_quantized_wrapper(parameter)
 
 
+def _check_number(name: str, number: object, least: int, more: str = "") -> None:
+    if type(number) is not int or number < least:
+        raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on{more}.")
+
+
 class EMA(Callback):
     """Averages the parameters over global steps: `average += (1 - decay) * (parameter - average)`.
+
+    `EMA(None, every="epoch", start_epoch=n)` is stochastic weight averaging (Izmailov et al.: Averaging Weights Leads
+    to Wider Optima and Better Generalization, 2018): the mean of the weights at the end of each epoch.
 
     Evaluations see the averages; the trained weights themselves are not touched by that, so training gives the same
     bits with and without it. Buffers, such as running statistics, are not averaged. Steps that moved nothing do not
@@ -32,44 +43,62 @@ class EMA(Callback):
     beside the weights in checkpoints, in float32 where parameters have 16 bits.
 
     Args:
-        decay: between 0 and 1.
+        decay: between 0 and 1; None for the mean of the weights at all updates.
         warmup: begin with a lower decay, `(1 + n) / (10 + n)` at the n-th update, until that exceeds `decay`; otherwise
             the first weights weigh too much in a short run.
         start_step: averaging begins after so many global steps; until then the averages are the weights.
-        every: update the average at each n-th of the steps that move the weights.
+        start_epoch: averaging begins after so many epochs.
+        every: update the average at each n-th of the steps that move the weights; "epoch" for the end of each epoch.
         evaluate: whether evaluations use the averages.
         use_at_end: put them into the module when training ends, so that they are exported. If `train()` goes on later,
             it does so from the weights trained last.
+        update_bn: called with the averages in the module when training ends, on each process. It computes statistics of
+            batch norms anew, such as `lambda: torch.optim.swa_utils.update_bn(loader, model)`, before the export.
 
     Attributes:
         updates: how often the average was updated.
 
     Raises:
-        ConfigurationError: the decay cannot be; when the module is made ready: a parameter has no shape yet.
+        ConfigurationError: the arguments cannot be; when the module is made ready: a parameter has no shape yet, or
+            `update_bn` would read records of a private run.
     """
 
-    decay: float
+    decay: float | None
     updates: int
+    copies_state = True
     priority = 10  # what it puts into the module at the end, others may replace by something better
 
     def __init__(
         self,
-        decay: float = 0.999,
+        decay: float | None = 0.999,
         *,
         warmup: bool = True,
         start_step: int = 0,
-        every: int = 1,
+        start_epoch: int = 0,
+        every: int | Literal["epoch"] = 1,
         evaluate: bool = True,
         use_at_end: bool = True,
+        update_bn: Callable[[], object] | None = None,
     ) -> None:
-        for name, number, least in (("start_step", start_step, 0), ("every", every, 1)):
-            if type(number) is not int or number < least:
-                raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on.")
-        if not 0 < decay < 1:
-            raise ConfigurationError(f"decay={decay!r}: write a number between 0 and 1, such as 0.999.")
+        for name, number, least in (
+            ("start_step", start_step, 0),
+            ("start_epoch", start_epoch, 0),
+            ("every", every, 1),
+        ):
+            if (type(number) is not int or number < least) and (name, number) != ("every", "epoch"):
+                more = " or 'epoch'" if name == "every" else ""
+                raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on{more}.")
+        if decay is not None and not 0 < decay < 1:
+            raise ConfigurationError(f"decay={decay!r}: write a number between 0 and 1, such as 0.999, or None.")
+        if update_bn is not None and not (callable(update_bn) and use_at_end):
+            raise ConfigurationError(
+                f"EMA(update_bn={update_bn!r}, use_at_end={use_at_end}): write a function without arguments, which is "
+                "called when the averages are in the module at the end, and use_at_end=True."
+            )
         self.decay, self.updates = decay, 0
         self._warmup, self._evaluate, self._use_at_end = warmup, evaluate, use_at_end
-        self._start_step, self._every = start_step, every
+        self._start_step, self._start_epoch, self._every = start_step, start_epoch, every
+        self._update_bn = update_bn
         self._names: list[str] = []
         self._parameters: list[Tensor] = []
         self._averages: list[Tensor] = []
@@ -80,6 +109,8 @@ class EMA(Callback):
     def on_ready(self, trainer: AbstractTrainer) -> None:
         """Begin with the weights as they are."""
         check_initialized(trainer.module.named_parameters(), "EMA")
+        if self._update_bn is not None and trainer.trainer_backend.is_private:
+            raise ConfigurationError("EMA(update_bn=...) reads records of a private run without noise. Leave it out.")
         self._fast_paths = fast_paths_enabled(trainer.args.fast_paths)
         self._refresh(trainer)
 
@@ -112,15 +143,37 @@ class EMA(Callback):
         if moved == self._moved:
             return
         self._moved = moved
-        if trainer.state.global_step <= self._start_step:
-            decay = 0.0
-        elif moved % self._every:
+        by_epoch = self._every == "epoch"
+        if self._is_early(trainer) or (by_epoch and not self.updates):
+            self._move(1.0)
+        elif isinstance(self._every, int) and moved % self._every == 0:
+            self._update()
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: AbstractTrainer) -> None:
+        """Move the average where it is that of epochs."""
+        if self._every == "epoch" and not self._is_early(trainer):
+            self._update()
+
+    def _is_early(self, trainer: AbstractTrainer) -> bool:
+        return trainer.state.global_step <= self._start_step or trainer.state.epoch < self._start_epoch
+
+    def _update(self) -> None:
+        self.updates += 1
+        if self.decay is None:
+            self._move(1.0, self.updates)
             return
-        else:
-            self.updates += 1
-            decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
+        self._move(1 - decay)
+
+    def _move(self, weight: float, count: int = 1) -> None:
+        """Bring the averages nearer to the parameters; for a mean the way is divided by `count`."""
         now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
-        fast_lerp(self._averages, now, 1 - decay, enabled=self._fast_paths)
+        if count == 1:
+            fast_lerp(self._averages, now, weight, enabled=self._fast_paths)
+            return
+        for average, new in zip(self._averages, now, strict=True):
+            average += (new - average) / count  # not lerp: these are the bits of torch's AveragedModel on the CPU
 
     def evaluation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None] | None:
         """The averages in the module, unless something else was put there at the end of training."""
@@ -132,14 +185,14 @@ class EMA(Callback):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A block in which the module's parameters are the averages. Do not train in it."""
-        trained = [p.data for p in self._parameters]
+        trained = [kept_values(p) for p in self._parameters]
         try:
             for parameter, average in zip(self._parameters, self._averages, strict=True):
-                parameter.data = average.to(parameter.dtype)
+                set_values(parameter, average.to(parameter.dtype))
             yield
         finally:
             for parameter, data in zip(self._parameters, trained, strict=True):
-                parameter.data = data
+                set_values(parameter, data)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Put the averages into the module, unless the run is to go on."""
@@ -148,6 +201,9 @@ class EMA(Callback):
             trainer.keep_trained_weights()
             for parameter, average in zip(self._parameters, self._averages, strict=True):
                 parameter.data.copy_(average)
+            if self._update_bn is not None:
+                with isolated_rng(mix(trainer.args.seed), trainer.device):  # the same draws on all ranks
+                    self._update_bn()
 
     def get_state(self) -> dict[str, Any]:
         """The averages by name, without those that are the values of frozen parameters, and the number of updates."""
@@ -175,5 +231,5 @@ class EMA(Callback):
             )
         self.updates = int(state["updates"])
         for name, average in own.items():
-            average.copy_(saved.pop(name))
-        self._unclaimed = saved  # of parameters that a hook adds later
+            copy_values(average, saved.pop(name))
+        self._unclaimed = {name: one.clone() for name, one in saved.items()}  # of parameters that a hook adds later

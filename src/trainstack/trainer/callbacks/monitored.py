@@ -148,7 +148,11 @@ class MonitorCallback(Callback):
         """
         self._update(trainer, trainer.history.values_at(trainer.state.global_step))
         if self._validated and self.best_value.updated_at < 0:
-            raise ConfigurationError(f"{self._never_measured_message(trainer)} Write one of these as monitor.")
+            name = self.best_value.of(trainer).name
+            raise ConfigurationError(
+                f"{self._never_measured_message(trainer)} Write one of these as monitor. self.log({name!r}, value) in "
+                "val_step records the mean over the samples of a validation."
+            )
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
         """Say if no value has ever come."""
@@ -161,11 +165,8 @@ class MonitorCallback(Callback):
             self.on_new_value(trainer, improved)
 
     def _never_measured_message(self, trainer: AbstractTrainer) -> str:
-        recorded = ", ".join(sorted(trainer.history.get_metric_names())) or "nothing"
-        return (
-            f"{type(self).__name__} watches {self.best_value.of(trainer).name!r}, which never came. Recorded: "
-            f"{recorded}."
-        )
+        name = self.best_value.of(trainer).name
+        return f"{type(self).__name__} watches {name!r}, which never came. {trainer.history.hint_for(name)}"
 
     def get_state(self) -> dict[str, Any]:
         """The best value and when it came."""

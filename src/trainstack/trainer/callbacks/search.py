@@ -1,16 +1,12 @@
-"""Callbacks that report to a search for hyperparameters."""
+"""`OptunaPruning` reports to a search for hyperparameters."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitored import BestValue, MonitorCallback, MonitoredValue
-from trainstack.trainer.events import Callback
 
 
 class OptunaPruning(MonitorCallback):
@@ -43,7 +39,8 @@ class OptunaPruning(MonitorCallback):
         except ImportError as error:
             raise MissingExtraError("callbacks.OptunaPruning", "optuna", "optuna") from error
         super().__init__(BestValue(monitor, mode))
-        self._trial, self._step, self._pruned = trial, step, TrialPruned
+        # in a tuple: plain settings have to be the same on all processes, and only the main one needs a trial
+        self._trial, self._step, self._pruned = (trial,), step, TrialPruned
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Refuse a study that optimizes in the other direction, before the first step.
@@ -54,9 +51,10 @@ class OptunaPruning(MonitorCallback):
         super().on_train_begin(trainer)
         if not trainer.is_main_process:
             return
-        if self._trial is None:
+        (trial,) = self._trial
+        if trial is None:
             raise ConfigurationError("OptunaPruning(None) on the main process, which reports. Give it the trial.")
-        direction = getattr(getattr(self._trial, "study", None), "direction", None)
+        direction = getattr(getattr(trial, "study", None), "direction", None)
         watched = self.best_value.of(trainer)
         wanted = {"min": "MINIMIZE", "max": "MAXIMIZE"}[watched.mode]
         if direction is not None and direction.name not in (wanted, "NOT_SET"):
@@ -69,83 +67,13 @@ class OptunaPruning(MonitorCallback):
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Report the value, and ask whether the trial is to be pruned."""
         step = trainer.state.epoch if self._step == "epoch" else trainer.state.global_step
-        prune, failure = False, None
+        (trial,), prune, failure = self._trial, False, None
         if trainer.is_main_process:
             try:
-                self._trial.report(self.best_value.last, step)
-                prune = bool(self._trial.should_prune())
+                trial.report(self.best_value.last, step)
+                prune = bool(trial.should_prune())
             except Exception as error:  # the storage of the study may be out of reach
                 failure = error
         if trainer.world.comm.broadcast_outcome(failure, prune, "reporting to the Optuna trial"):
             reason = f"Optuna has pruned the trial at {self._step} {step}"
             trainer.request_stop(reason, then_raise=self._pruned(reason))
-
-
-class RayReport(Callback):
-    """Reports metrics and the model to Ray Train or Ray Tune: after each validation, and after epochs without one.
-
-    All workers report together, as Ray Train asks for. The metrics are those of the step, with `epoch` (from 0) and
-    `global_step`. The checkpoint is an export of the evaluated weights, which `init_weights_from` reads. Outside of Ray
-    it does nothing.
-
-    Args:
-        checkpoint: whether the weights are reported.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-    """
-
-    def __init__(self, *, checkpoint: bool = True) -> None:
-        try:
-            import ray.train  # noqa: F401
-        except ImportError as error:
-            raise MissingExtraError("callbacks.RayReport", "ray", "ray") from error
-        self._checkpoint, self._reported_at = checkpoint, -1
-
-    def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
-        """Report what was measured, if the validation is part of a training."""
-        if trainer.is_training:
-            self._report(trainer)
-
-    def on_epoch_end(self, trainer: AbstractTrainer) -> None:
-        """Report an epoch at whose end nothing was validated."""
-        if self._reported_at != trainer.state.global_step:
-            self._report(trainer)
-
-    def _report(self, trainer: AbstractTrainer) -> None:
-        from ray import train, tune
-
-        in_tune = _is_in_tune()
-        if not in_tune and not _is_in_train():
-            return
-        state = trainer.state
-        self._reported_at = state.global_step
-        metrics = dict(trainer.history.usable_values_at(state.global_step))
-        metrics |= {"epoch": state.epoch, "global_step": state.global_step}
-        module: Any = tune if in_tune else train
-        with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-            given = None
-            if self._checkpoint:
-                path = Path(folder) / "model"
-                with trainer.evaluation_context():
-                    trainer.export(path)
-                given = module.Checkpoint.from_directory(str(path)) if trainer.is_main_process else None
-            module.report(metrics, checkpoint=given)
-
-
-def _is_in_tune() -> bool:
-    from ray import tune
-
-    try:
-        return tune.get_context().get_trial_id() is not None
-    except Exception:  # versions of Ray differ in what they raise outside of a trial
-        return False
-
-
-def _is_in_train() -> bool:
-    from ray import train
-
-    try:
-        return train.get_context().get_world_rank() is not None
-    except Exception:
-        return False

@@ -6,6 +6,7 @@ from torch import nn
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
+from trainstack.trainer.core.shards import has_shards
 from trainstack.trainer.events import Callback
 
 
@@ -48,6 +49,11 @@ class SyncBatchNorm(Callback):
             return
         if trainer.device.type == "cpu":
             raise ConfigurationError("SyncBatchNorm: torch has it on accelerators only. Leave it out on the CPU.")
+        if has_shards(trainer.module):
+            raise ConfigurationError(
+                "SyncBatchNorm: the module is sharded already, and would go on with parts that were replaced. Call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm(self) at the end of its __init__."
+            )
         plan = trainer.plan
         if plan.last_step_samples != plan.global_batch:
             raise ConfigurationError(

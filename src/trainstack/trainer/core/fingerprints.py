@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike, fspath
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -82,7 +82,7 @@ def _describe_function(function: Any, depth: int) -> str:
         return f"partial({describe([function.func, function.args, function.keywords], depth + 1)})"
     inner = getattr(function, "__func__", function)
     held = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    parts = [_code(inner.__code__), describe([inner.__defaults__, inner.__kwdefaults__, held], depth + 2)]
+    parts = [hash_code(inner.__code__), describe([inner.__defaults__, inner.__kwdefaults__, held], depth + 2)]
     return f"{inner.__qualname__} ({hash_text(repr(parts))[:8]})"
 
 
@@ -91,6 +91,15 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+@lru_cache(maxsize=1024)
+def hash_code(code: CodeType) -> str:
+    """A hash of compiled code with its names and constants; equal in all processes of one version of Python.
+
+    Lines and comments do not count.
+    """
+    return hash_text(repr(_code(code)))
 
 
 def _code(code: CodeType) -> list[Any]:
@@ -168,9 +177,20 @@ def _is_image(value: Any) -> bool:
     return callable(getattr(value, "tobytes", None)) and isinstance(getattr(value, "size", None), tuple)
 
 
-def _feed(digest: Any, value: Any, depth: int) -> None:
+def hash_around_tensors(value: Any) -> tuple[str, list[Tensor]]:
+    """A hash of a nested value without the elements of its tensors, and those tensors; no device is read."""
+    digest, tensors = hashlib.blake2b(digest_size=8), list[Tensor]()
+    _feed(digest, value, 0, tensors)
+    return digest.hexdigest(), tensors
+
+
+def _feed(digest: Any, value: Any, depth: int, tensors: list[Tensor] | None = None) -> None:
+    """Feed all leaves of `value`; the elements of tensors only if there is no list for `tensors` to be put into."""
     if isinstance(value, Tensor):
         digest.update(f"{type(value).__name__}{tuple(value.shape)}{value.dtype}".encode())
+        if tensors is not None:
+            tensors.append(value)
+            return
         for part in _dense_parts(value):
             for words in _words(part):
                 digest.update(words.cpu().numpy().tobytes())
@@ -181,13 +201,13 @@ def _feed(digest: Any, value: Any, depth: int) -> None:
     elif isinstance(value, Mapping) and depth < 32:
         for key, item in value.items():
             digest.update(f"{key!s}=".encode())
-            _feed(digest, item, depth + 1)
+            _feed(digest, item, depth + 1, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type) and depth < 32:
-        _feed(digest, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth + 1)
+        _feed(digest, {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}, depth + 1, tensors)
     elif isinstance(value, list | tuple | np.ndarray) and depth < 32:
         digest.update(f"[{len(value)}".encode())
         for item in value:
-            _feed(digest, item, depth + 1)
+            _feed(digest, item, depth + 1, tensors)
     elif _is_image(value):
         digest.update(f"{getattr(value, 'mode', '')}{value.size}".encode() + value.tobytes())
     else:
@@ -204,25 +224,37 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     have changed places, and changes that cancel each other, are seen. A strided tensor has the checksum of its logical
     order. No tensor is copied as a whole. Integers only: MPS has no float64.
     """
-    weights = dict[torch.device, Tensor]()
-    sums = [_checksum(tensor.detach(), weights) for tensor in tensors]
+    return read_checksums(start_checksums(tensors))
+
+
+def start_checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The checksums as 0-dim tensors, each on the device of its tensor; nothing is read."""
+    weights = dict[torch.device, tuple[Tensor, Tensor]]()
+    return [_checksum(tensor.detach(), weights) for tensor in tensors]
+
+
+def read_checksums(sums: Sequence[Tensor]) -> list[int]:
+    """What `start_checksums` has computed; one read for all of them."""
     devices = {one.device for one in sums}
     target = sums[0].device if sums else torch.device("cpu")
     together = sums if len(devices) < 2 else [one.to(target) for one in sums]
-    values: list[int] = torch.stack(together).tolist() if together else []
+    values: list[int] = torch.stack(list(together)).tolist() if together else []
     return values
 
 
-def _checksum(tensor: Tensor, weights: dict[torch.device, Tensor]) -> Tensor:
+def _checksum(tensor: Tensor, weights: dict[torch.device, tuple[Tensor, Tensor]]) -> Tensor:
     device = tensor.device
     if device.type == "meta":
         return torch.zeros((), dtype=torch.int64)
     total: Tensor | None = None
     for number, words in enumerate(words for part in _dense_parts(tensor) for words in _words(part)):
         for offset, chunk in enumerate(torch.split(words, CHUNK)):  # a chunk of float64 has two words an element
-            if device not in weights or len(weights[device]) < len(chunk):
-                weights[device] = _make_weights(1 << (len(chunk) - 1).bit_length(), device)
-            bits = (chunk * weights[device][: len(chunk)]).sum()
+            if device not in weights or len(weights[device][0]) < len(chunk):
+                made = _make_weights(1 << (len(chunk) - 1).bit_length(), device)
+                weights[device] = made, torch.empty_like(made)
+            # One buffer for all: with a new one for each chunk the heap of glibc grew by 8 MiB for each tensor.
+            weight, products = (one[: len(chunk)] for one in weights[device])
+            bits = products.copy_(chunk).mul_(weight).sum()
             total = bits if total is None else total + bits * _odd(2 * number + offset)
     return torch.zeros((), dtype=torch.int64, device=device) if total is None else total
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainstack._tensor_classes import is_sharded
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.fingerprints import checksums
 from trainstack.trainer.core.module_extras import without_wrappers
@@ -31,7 +32,7 @@ class FrozenWeights:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._at_start: Digests = {}
-        self.has_completed = False
+        self.has_completed: bool = False
 
     def get_digests(self) -> dict[str, str]:
         """The digests of all parameters in the module's state, by their names there."""
@@ -47,9 +48,8 @@ class FrozenWeights:
         if not self._at_start:
             return state, {}
         owners = self._parameters_in(state).items()
-        digests = _digests(
-            {name: state[name] for name, owner in owners if not owner.requires_grad and name in self._at_start}
-        )
+        frozen = [name for name, owner in owners if not owner.requires_grad and name in self._at_start]
+        digests = _digests({name: state[name] for name in frozen if not is_sharded(state[name])})
         left_out = {name: digest for name, digest in digests.items() if digest == self._at_start[name]}
         return {name: value for name, value in state.items() if name not in left_out}, left_out
 

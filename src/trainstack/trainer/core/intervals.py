@@ -125,6 +125,9 @@ class Timer:
         seconds: the time; None for never.
     """
 
+    seconds: float | None
+    next_step: int
+
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock, self.next_step = seconds, clock, NEVER
 
@@ -177,7 +180,7 @@ class ValidationSchedule:
         self.trainer: Any = None
         self._ask = every if callable(every) else None
         self._epochs, self._steps = 0, Fraction(0)
-        self.timer = Timer(every.time if isinstance(every, Every) else None)  # type: ignore[arg-type]  # seconds
+        self.timer: Timer = Timer(every.time if isinstance(every, Every) else None)  # type: ignore[arg-type]  # seconds
         if every is None:
             self._epochs = 1
         elif isinstance(every, Every):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstack._tensor_classes import is_sharded
+
 _Registry = dict[str, Any]
 
 
@@ -85,7 +87,8 @@ class _Value:
         # `.data` shares the memory. Its shape does not change when the tensor is resized or gets other memory, and a
         # write to it does not raise the version of the tensor, which autograd compares.
         self.tensor, self.memory = tensor, tensor.data
-        without_values = tensor.layout is torch.strided and tensor.numel() > 0 == tensor.untyped_storage().nbytes()
+        has_storage = tensor.layout is torch.strided and not is_sharded(tensor)
+        without_values = has_storage and tensor.numel() > 0 == tensor.untyped_storage().nbytes()
         self.copy = tensor.data.new_empty(0) if without_values else self.memory.clone()
         self.plain = (
             type(tensor) in (Tensor, nn.Parameter)

@@ -6,13 +6,27 @@ share into micro-batches. So every process count and every micro-batch size sees
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import tee
 
 import torch
 from torch import Tensor
 
+from trainstack.trainer.core.shuffling import (
+    LARGEST_IN_MEMORY,
+    ORDER_VERSION,
+    ROUNDS,
+    DataSetOrder,
+    KeyedPermutation,
+    check_order_version,
+)
+
 _MASK = (1 << 64) - 1
+_ROUND_KEY = 0x6F72646572  # "order": a key of a round is no seed of a sample
+
+EpochOrder = Tensor | KeyedPermutation | DataSetOrder
+"""The index at each position of an epoch."""
 
 
 def mix(*numbers: int) -> int:
@@ -67,6 +81,7 @@ class DataOrder:
         drop_last: leave out a last global batch that is not full.
         lengths: of the samples, int64 of shape `(length,)`: batches then hold samples of like lengths.
         window: samples that are sorted by length together; None for those of 50 global batches.
+        version: how more than `LARGEST_IN_MEMORY` samples are shuffled, see `ORDER_VERSION`.
     """
 
     length: int
@@ -79,9 +94,24 @@ class DataOrder:
     drop_last: bool = False
     lengths: Tensor | None = None
     window: int | None = None
+    version: int = ORDER_VERSION
+
+    def indices(self, epoch: int) -> EpochOrder:
+        """The order of `epoch`. Above `LARGEST_IN_MEMORY` samples it takes no memory, unless `lengths` do.
+
+        Raises:
+            CheckpointMismatchError: the version is unknown.
+        """
+        if self.length <= LARGEST_IN_MEMORY or self.lengths is not None:
+            return self.permutation(epoch)
+        if not self.shuffle:
+            return DataSetOrder(self.length)
+        if check_order_version(self.version) == 0:
+            return self.permutation(epoch)
+        return KeyedPermutation(self.length, [mix(self.seed, epoch, _ROUND_KEY, number) for number in range(ROUNDS)])
 
     def permutation(self, epoch: int) -> Tensor:
-        """The order of the whole epoch: an int64 tensor of shape `(length,)`."""
+        """The order of the whole epoch in memory: an int64 tensor of shape `(length,)`. It is that of version 0."""
         if not self.shuffle:
             return torch.arange(self.length)
         # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
@@ -108,6 +138,15 @@ class DataOrder:
             batches[[0, longest]] = batches[[longest, 0]]
         return torch.cat([batches.flatten(), parts[-1]])
 
+    def first(self, number: int) -> Sequence[int]:
+        """The first `number` indices of epoch 0; all of them, in any order, if it is negative."""
+        if number < 0 and self.length > LARGEST_IN_MEMORY:
+            return range(self.length)
+        order = self.indices(0)
+        wanted = slice(0, self.length if number < 0 else min(number, self.length))
+        part = order[wanted] if isinstance(order, Tensor) else next(order.parts([wanted]))
+        return part.tolist()
+
     @property
     def samples_per_epoch(self) -> int:
         """Samples of a full epoch, over all processes."""
@@ -115,26 +154,34 @@ class DataOrder:
 
     def local_batches(self, epoch: int, start: int = 0) -> Iterator[RankSlice]:
         """This process's share of each global batch of `epoch`, from the sample at position `start` on."""
-        order = self.permutation(epoch)
-        for begin in range(start, self.samples_per_epoch, self.global_batch):
+        order = self.indices(epoch)
+        batches, ahead = tee(range(start, self.samples_per_epoch, self.global_batch))
+        for begin, mine in zip(batches, self._shares(order, ahead), strict=True):
             end = min(begin + self.global_batch, self.samples_per_epoch)
             low, extra = divmod(end - begin, self.world_size)
-            if self.lengths is None:
-                first = begin + self.rank * low + min(self.rank, extra)
-                mine = order[first : first + low + (self.rank < extra)]
-            else:  # in turn, so that the ranks get like lengths and take as long as each other
-                mine = order[begin + self.rank : end : self.world_size]
             own = torch.split(mine, self.micro_batch) if len(mine) else ()
             # Rank 0 has the most samples. Its first micro-batch is lent: it is as large as a real one, on which layers
             # such as batch norm depend.
             passes, fewest = -(-(low + (extra > 0)) // self.micro_batch), -(-low // self.micro_batch)
-            lent = order[begin : begin + min(low + (extra > 0), self.micro_batch)]
-            yield RankSlice(
-                micro_batches=own,
-                samples=end - begin,
-                borrowed=(lent,) * (passes - len(own)),
-                uneven=fewest < passes,
-            )
+            borrowed: tuple[Tensor, ...] = ()
+            if passes > len(own):
+                lent = slice(begin, begin + min(low + (extra > 0), self.micro_batch))
+                part = order[lent] if isinstance(order, Tensor) else next(order.parts([lent]))
+                borrowed = (part,) * (passes - len(own))
+            yield RankSlice(micro_batches=own, samples=end - begin, borrowed=borrowed, uneven=fewest < passes)
+
+    def _shares(self, order: EpochOrder, begins: Iterable[int]) -> Iterator[Tensor]:
+        """The indices of this process in the global batches that begin at `begins`."""
+        spans = (self._span(begin) for begin in begins)
+        return (order[span] for span in spans) if isinstance(order, Tensor) else order.parts(spans)
+
+    def _span(self, begin: int) -> slice:
+        end = min(begin + self.global_batch, self.samples_per_epoch)
+        if self.lengths is not None:  # in turn, so that the ranks get like lengths and take as long as each other
+            return slice(begin + self.rank, end, self.world_size)
+        low, extra = divmod(end - begin, self.world_size)
+        first = begin + self.rank * low + min(self.rank, extra)
+        return slice(first, first + low + (self.rank < extra))
 
 
 class OrderCursor:

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from trainstack.backends import Workload
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.stage import Stage
+
+HOW_TO_YIELD = "Write `yield loss, optimizer`, or `yield loss` for all optimizers"
 
 
 class NextPart:
@@ -33,13 +36,30 @@ class PartResult(NamedTuple):
     value: Any
 
     def split(self) -> tuple[Any, Any]:
-        """Of what was yielded: the loss, and the optimizers; None for all of them."""
-        return self.value if isinstance(self.value, tuple) and len(self.value) == 2 else (self.value, None)
+        """Of what was yielded: the loss, and the optimizers; None for all of them.
+
+        Raises:
+            ModuleContractError: it is neither a loss nor a pair.
+        """
+        given = self.value
+        if isinstance(given, tuple | list):
+            chosen = given[1] if type(given) is tuple and len(given) == 2 else None
+            if chosen is not None and not (isinstance(chosen, tuple | list) and not chosen):
+                return given[0], chosen
+            kinds = ", ".join("None" if one is None else type(one).__name__ for one in given)
+            raise ModuleContractError(f"train_step yielded a {type(given).__name__} of ({kinds}). {HOW_TO_YIELD}.")
+        named = [key for key in given if "optim" in str(key).lower()] if isinstance(given, dict) else []
+        if named:
+            raise ModuleContractError(
+                f"train_step yielded a dict with the key {named[0]!r}, which nothing reads. {HOW_TO_YIELD}."
+            )
+        return given, None
 
 
 def yields_updates(module: Any) -> bool:
-    """Whether `train_step` of `module` is a generator function."""
-    return inspect.isgeneratorfunction(inspect.unwrap(module.train_step))
+    """Whether the training step of `module` is a generator function: its `train_step`, or that of the trainer."""
+    step = module._given_step(Stage.TRAIN) or module.train_step
+    return inspect.isgeneratorfunction(inspect.unwrap(step))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -48,7 +68,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def check_updates(work: Workload, layers: Sequence[Any]) -> bool:
+def check_updates(work: Workload, layers: Sequence[Any], skip_nonfinite: bool = False) -> bool:
     """Whether the steps of `work` make several updates or evaluate a closure.
 
     Raises:
@@ -68,12 +88,17 @@ def check_updates(work: Workload, layers: Sequence[Any]) -> bool:
                 f"train_step yields, for several updates in a step; {layer.name!r} takes one: {layer.refuses_updates}."
             )
     if closures:
-        check_closures(closures[0], layers)
+        check_closures(closures[0], layers, skip_nonfinite)
     return bool(closures) or yields
 
 
-def check_closures(optimizer: str, layers: Iterable[Any]) -> None:
-    """Refuse a closure that a layer cannot evaluate."""
+def check_closures(optimizer: str, layers: Iterable[Any], skip_nonfinite: bool = False) -> None:
+    """Refuse a closure that a layer cannot evaluate, or whose update cannot be left out."""
+    if skip_nonfinite:
+        raise ConfigurationError(
+            f"nonfinite='skip' with {optimizer}, which evaluates a closure: it has moved the weights by the time that "
+            "a loss is found to be inf or nan, so the update cannot be left out. Write nonfinite='raise'."
+        )
     for layer in layers:
         if layer.refuses_closures:
             raise ConfigurationError(

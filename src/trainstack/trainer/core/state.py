@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from trainstack.errors import CheckpointMismatchError
+from trainstack.trainer.core.shuffling import ORDER_VERSION, check_order_version
 
 
 class EpochEnd(IntEnum):
@@ -45,6 +46,7 @@ class RunState:
         epoch_end: the part of the end of `epoch` that came last, see `EpochEnd`.
         validates: whether a validation within `epoch` is under way.
         finished_loaders: names of the loaders that are finished of the validation under way, within or after `epoch`.
+        logged_means: what the steps of these loaders have logged: the mean and the weight for each loader, by name.
         validated_step: the global step of the last validation of the training that has finished.
         due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
         interrupted: whether an exception came before all that is due after the last global step was done.
@@ -53,6 +55,7 @@ class RunState:
         borrowed: whether that micro-batch is borrowed, see `Borrowed`.
         order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
         ends_epoch: whether the rest of `epoch` is left out, see `Trainer.end_epoch`.
+        order_version: how large data sets are shuffled, see `ORDER_VERSION`; a resumed run keeps that of its beginning.
     """
 
     seed: int = 0
@@ -67,6 +70,7 @@ class RunState:
     epoch_end: int = 0
     validates: bool = False
     finished_loaders: list[str] = field(default_factory=list)
+    logged_means: dict[str, list[list[float]]] = field(default_factory=dict)
     validated_step: int = 0
     due_part: int = 0
     interrupted: bool = False
@@ -75,6 +79,7 @@ class RunState:
     borrowed: bool = False
     order: str = ""
     ends_epoch: bool = False
+    order_version: int = ORDER_VERSION
 
     def finish_epoch(self) -> None:
         """The epoch under way is over; the next begins at its first sample."""
@@ -102,7 +107,7 @@ class RunState:
 
     def finish_validation(self) -> None:
         """The validation under way, within or after the epoch, has finished all loaders."""
-        self.validated_step, self.finished_loaders = self.global_step, []
+        self.validated_step, self.finished_loaders, self.logged_means = self.global_step, [], {}
         if not self.validates:
             self.epoch_end = max(self.epoch_end, int(EpochEnd.VALIDATION))
         self.validates = False
@@ -112,7 +117,13 @@ class RunState:
         return asdict(self)
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned; other keys are ignored."""
+        """Take back what `get_state` returned; other keys are ignored.
+
+        Raises:
+            CheckpointMismatchError: this release does not know its order of the data.
+        """
+        if "seed" in state:  # a run of before the versions has the order of version 0
+            self.order_version = check_order_version(int(state.get("order_version", 0)))
         for one in fields(self):
             if one.name in state:
                 kind: Any = type(getattr(self, one.name))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from trainstack._tensor_classes import inner_tensors, map_inner, plain_parts
+from trainstack._tensor_classes import inner_tensors, is_sharded, map_inner, plain_parts
 from trainstack.checkpointing.difference import differences
 
 Path = tuple[Any, ...]
@@ -52,7 +52,7 @@ def small_containers(state: Mapping[str, Any]) -> set[Path]:
     found = set[Path]()
 
     def measure(value: Any, path: Path) -> int:
-        size, of_user = 0, len(path) <= (1 if path[:1] == ("module",) else 2)
+        size, of_user = 0, path == _owner(path)
         for key, item in value.items():
             if type(item) in _NESTED:
                 inner = measure(item, (*path, key))
@@ -93,7 +93,8 @@ def size_of(value: Any) -> int:
 
 def _sizes_in(value: Any) -> Iterator[int]:
     if isinstance(value, Tensor | np.ndarray):
-        yield value.nbytes if _has_bytes(value) else SMALL + 1
+        # Each process has a part of a sharded tensor, and must come to the same answer.
+        yield value.nbytes if _has_bytes(value) and not is_sharded(value) else SMALL + 1
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield len(key) if isinstance(key, str | bytes) else 0
@@ -222,7 +223,8 @@ class OldState:
     """The leaves of a state as they are now, to be put back into a later state.
 
     Large leaves and those that cannot be copied are left out. Otherwise an epoch, and each checkpoint in it, would have
-    a second copy of averages and caches.
+    a second copy of averages and caches. What one `get_state` returned stays as it is later if such a leaf of it is
+    gone by then: the averages of parameters that a hook has frozen are no longer in the state of `EMA`.
 
     Args:
         state: nested dicts.
@@ -264,14 +266,19 @@ class OldState:
     def differing(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """The leaves that `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
         found = leaves(state, self._containers)
-        old = [
-            [list(path), value]
-            for path, value in self._values.items()
-            if path not in found or not same(value, found[path])
-        ]
-        old += [[list(path), value] for packed in self._packed for path, value in packed.changed(found).items()]
-        added = [list(path) for path in found if path not in self._paths]
+        kept = self._values.keys() | {path for packed in self._packed for path in packed.shapes}
+        lost = {_owner(path) for path in self._paths - kept - found.keys()}
+        values = {p: v for p, v in self._values.items() if p not in found or not same(v, found[p])}
+        for packed in self._packed:
+            values |= packed.changed(found)
+        old = [[list(path), value] for path, value in values.items() if _owner(path) not in lost]
+        added = [list(path) for path in found if path not in self._paths and _owner(path) not in lost]
         return {"values": old, "added": added} if old or added else None
+
+
+def _owner(path: Path) -> Path:
+    """The path of what one `get_state` has returned."""
+    return path[:1] if path[:1] == ("module",) else path[:2]
 
 
 def with_old_values(state: Mapping[str, Any], old: Mapping[str, Any] | None) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainstack._tensor_classes import inner_tensors, plain_parts
+from trainstack._tensor_classes import inner_tensors, is_sharded, plain_parts
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, is_storable
@@ -44,7 +44,7 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
 
 def is_quantized_wrapper(tensor: Tensor) -> bool:
     """Whether `tensor` consists of others, as the quantized weights of torchao do."""
-    return inner_tensors(tensor) is not None
+    return inner_tensors(tensor) is not None and not is_sharded(tensor)
 
 
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -118,6 +118,9 @@ def check_finite_weights(
     """
     held = [*_weights(work, exempt), *_optimizer_values(work, optimizer_states)]
     finite = are_finite(stack, [tensor for _, tensor in held], fast_paths=work.fast_paths)
+    if any(is_sharded(parameter) for parameter in work.parameters):  # this rank has seen its parts alone
+        counts = work.world.comm.sum([float(not good) for good in finite], "looking for inf and nan")
+        finite = [not count for count in counts]
     place = next((place for (place, _), good in zip(held, finite, strict=True) if not good), None)
     if place is not None:
         what, more = (repr(place[0]), "") if len(place) == 1 else _describe_entry(work, *place)
@@ -213,7 +216,7 @@ def refuse_diverged(work: Workload, step: int, outcome: str = "No checkpoint was
     comm = work.world.comm
     if comm.size == 1:
         return
-    named = dict(work.module.named_parameters())
+    named = {name: one for name, one in work.module.named_parameters() if not is_sharded(one)}
     sums = checksums(named.values())
     found = find_difference(comm, {name: f"{one:x}" for name, one in zip(named, sums, strict=True)})
     if found is None:

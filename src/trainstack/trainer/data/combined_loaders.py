@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
-from trainstack.trainer.core.order import mix
+from trainstack.trainer.core.order import EpochOrder, mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.data.epochs import WrapsDatasets, set_epoch
-from trainstack.trainer.data.library_orders import CombinedOrder
+from trainstack.trainer.data.library_orders import CombinedOrder, unequal_lengths
 from trainstack.trainer.data.step_batches import describe_order, order_of, unsupported_order_reason
 
 Mode = Literal["min", "max", "cycle"]
@@ -37,22 +36,35 @@ class CombinedDataset(WrapsDatasets):
         batch_size: a loader with k times this batch size gives k samples at each position.
         global_batch: positions a global step.
         seed: of the orders.
+        version: of the orders.
 
     Raises:
         ConfigurationError: the loaders cannot be combined so.
     """
 
     def __init__(
-        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int
+        self,
+        loaders: Mapping[str, Any],
+        mode: Mode | None,
+        batch_size: int,
+        global_batch: int,
+        seed: int,
+        version: int,
     ) -> None:
         self.parts = [loader.dataset for loader in loaders.values()]
-        self._names = list(loaders)
+        self._names, self._mode, self._global_batch = list(loaders), mode, global_batch
         self._each = [_samples_at_a_position(name, loader, batch_size) for name, loader in loaders.items()]
+        seeds = [mix(seed, place) if place else seed for place in range(len(loaders))]
         self._orders = [
-            order_of(one, global_batch=k * global_batch, micro_batch=1, seed=mix(seed, place) if place else seed)
-            for place, (one, k) in enumerate(zip(loaders.values(), self._each, strict=True))
+            order_of(one, global_batch=k * global_batch, micro_batch=1, seed=own, version=version)
+            for one, k, own in zip(loaders.values(), self._each, seeds, strict=True)
         ]
-        self._epoch, self._permutations = 0, dict[tuple[int, int], Tensor]()
+        self._epoch, self._permutations = 0, dict[tuple[int, int], EpochOrder]()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Find how many positions an epoch has, and at which of them each loader ends."""
+        mode, global_batch = self._mode, self._global_batch
         positions = [order.length // k for order, k in zip(self._orders, self._each, strict=True)]
         samples = {name: order.length for name, order in zip(self._names, self._orders, strict=True)}
         if mode is None and len({order.length / k for order, k in zip(self._orders, self._each, strict=True)}) > 1:
@@ -85,15 +97,28 @@ class CombinedDataset(WrapsDatasets):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of `epoch` from now on."""
+        """Take the order of `epoch` from now on, over the lengths that the parts have now.
+
+        Raises:
+            ConfigurationError: the loaders cannot be combined so in this epoch.
+            ModuleContractError: samples have come for which no length is known.
+        """
         self._epoch, self._permutations = epoch, {}
+        lengths = [len(part) for part in self.parts]
+        if lengths == [order.length for order in self._orders]:
+            return
+        for name, order, length in zip(self._names, self._orders, lengths, strict=True):
+            if order.lengths is not None and len(order.lengths) != length:
+                raise unequal_lengths(len(order.lengths), length, f" of the loader {name!r}")
+        self._orders = [replace(order, length=n) for order, n in zip(self._orders, lengths, strict=True)]
+        self._lay_out()
 
     def _sample(self, place: int, position: int) -> Any:
         order = self._orders[place]
         number, position = divmod(position, order.length)
         if (place, number) not in self._permutations:
             again = replace(order, seed=mix(order.seed, number)) if number else order
-            self._permutations[place, number] = again.permutation(self._epoch)
+            self._permutations[place, number] = again.indices(self._epoch)
         return self.parts[place][int(self._permutations[place, number][position])]
 
 
@@ -141,9 +166,9 @@ class CombinedLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int
+        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, **order: int
     ) -> None:
-        dataset = CombinedDataset(loaders, mode, batch_size, global_batch, seed)
+        dataset = CombinedDataset(loaders, mode, batch_size, global_batch, **order)
         orders = [f"{name!r} with {len(one.dataset)} samples {describe_order(one)}" for name, one in loaders.items()]
         ends = "" if mode is None else f" (combine_loaders={mode!r})"
         every = list(loaders.values())
@@ -152,7 +177,7 @@ class CombinedLoader(DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size=batch_size,
-            sampler=CombinedOrder(len(dataset), f"{', '.join(orders)}, side by side{ends}"),
+            sampler=CombinedOrder(dataset, f"{', '.join(orders)}, side by side{ends}"),
             collate_fn=CombinedCollate({name: one.collate_fn for name, one in loaders.items()}),
             drop_last=any(one.drop_last for one in every),
             num_workers=most.num_workers,
@@ -216,11 +241,12 @@ class Combiner:
     Args:
         args: of the run.
         seed: of the orders.
+        version: of the orders.
         private: whether records are drawn at random.
     """
 
-    def __init__(self, args: TrainerArguments, seed: int, *, private: bool) -> None:
-        self._args, self._seed, self._private = args, seed, private
+    def __init__(self, args: TrainerArguments, seed: int, version: int, *, private: bool) -> None:
+        self._args, self._order, self._private = args, {"seed": seed, "version": version}, private
         self._made: tuple[list[tuple[str, Any]], int, Any] | None = None
 
     def combine(self, returned: Any, plan: TrainingPlan) -> Any:
@@ -248,7 +274,7 @@ class Combiner:
     def _combined(self, loaders: Mapping[str, Any], plan: TrainingPlan) -> CombinedLoader | ZippedLoaders:
         mode = self._args.combine_loaders
         if all(unsupported_order_reason(loader) is None for loader in loaders.values()):
-            return CombinedLoader(loaders, mode, plan.micro_batch, plan.global_batch, self._seed)
+            return CombinedLoader(loaders, mode, plan.micro_batch, plan.global_batch, **self._order)
         if mode is None:
             raise ConfigurationError(
                 "get_train_dataloader returned several loaders, of which some have an order of their own, and nothing "

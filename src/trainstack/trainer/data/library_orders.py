@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from trainstack.errors import ConfigurationError
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.core.fingerprints import hash_text
 from trainstack.trainer.core.order import DataOrder
 
@@ -64,22 +64,31 @@ class LengthGroupedSampler(Sampler[int]):
         return f"grouped by length (lengths {digest}{window})"
 
 
+def unequal_lengths(given: int, samples: int, where: str = "") -> ModuleContractError:
+    """The error for a data set that has another number of samples than `LengthGroupedSampler` was given lengths."""
+    return ModuleContractError(
+        f"LengthGroupedSampler was given {given} lengths for a data set{where} of {samples} samples. Give one for each "
+        "sample, in the order of the data set. If its length changes by epoch, make the sampler in "
+        "get_train_dataloader, and keep the data set as an attribute: set_epoch is called before."
+    )
+
+
 class CombinedOrder(Sampler[int]):
     """The sampler of a loader that combines others, whose orders the data set follows.
 
     Args:
-        length: positions in an epoch.
+        dataset: whose length is the number of positions in an epoch.
         description: the orders in words.
     """
 
-    def __init__(self, length: int, description: str) -> None:
-        self._length, self._description = length, description
+    def __init__(self, dataset: Sized, description: str) -> None:
+        self._dataset, self._description = dataset, description
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._dataset)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self._length))
+        return iter(range(len(self)))
 
     def describe(self) -> str:
         """The orders in words."""

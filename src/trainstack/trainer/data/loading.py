@@ -337,15 +337,17 @@ def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor 
     if not stacks_tensors(loader.collate_fn) or loader.num_workers or loader.pin_memory:
         return None
     dataset: Any = loader.dataset
-    chosen: Tensor | None = None
+    subsets, chosen = list[Any](), None
     while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
-        rows = _as_rows(dataset.indices)
-        if rows is None:
-            return None
-        chosen = rows if chosen is None else rows[chosen]
+        subsets.append(dataset.indices)
         dataset = dataset.dataset
     if not is_usual(dataset, TensorDataset):
         return None
+    for indices in subsets:
+        rows = _as_rows(indices)
+        if rows is None:
+            return None
+        chosen = rows if chosen is None else rows[chosen]
     plain = all(type(t) is Tensor and t.layout is torch.strided and t.is_contiguous() for t in dataset.tensors)
     return (dataset.tensors, chosen) if plain else None
 

@@ -40,8 +40,9 @@ class PackedDataset(WrapsDatasets):
         pad_token: the token that fills up a row.
 
     Raises:
-        ConfigurationError: a sequence does not fit into a row.
-        ModuleContractError: a sample has no tokens, or another number of them than `lengths` says.
+        ConfigurationError: `row_length` is no positive whole number, or a sequence does not fit into a row.
+        ModuleContractError: a sample has no tokens, another number of them than `lengths` says, or other fields than
+            another sample of its row.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class PackedDataset(WrapsDatasets):
         shifts_labels: bool = True,
         pad_token: int = 0,
     ) -> None:
+        if type(row_length) is not int or row_length < 1:
+            raise ConfigurationError(f"row_length={row_length!r}: write a whole number of tokens, 1 or more.")
         self.parts, self.row_length = [dataset], row_length
         self.shifts_labels, self.pad_token = shifts_labels, pad_token
         if lengths is None:
@@ -60,6 +63,11 @@ class PackedDataset(WrapsDatasets):
         if len(lengths) != len(dataset):
             raise ConfigurationError(f"{len(lengths)} lengths were given for {len(dataset)} samples.")
         self._lengths = [int(length) for length in lengths]
+        if min(self._lengths, default=1) < 1:
+            empty = next(index for index, length in enumerate(self._lengths) if length < 1)
+            raise ConfigurationError(
+                f"lengths[{empty}]={self._lengths[empty]}: a packed sample has 1 token or more. Leave empty ones out."
+            )
         longest = max(self._lengths, default=0)
         if longest > row_length:
             raise ConfigurationError(
@@ -69,10 +77,21 @@ class PackedDataset(WrapsDatasets):
         self._rows = _best_fit(self._lengths, row_length)
 
     def __len__(self) -> int:
+        """The number of rows.
+
+        Raises:
+            ModuleContractError: the dataset has another length than when the rows were made.
+        """
+        if (now := len(self.parts[0])) != len(self._lengths):
+            raise ModuleContractError(
+                f"a PackedDataset was made of {len(self._lengths)} samples, and its data set has {now} now. Make it in "
+                "get_train_dataloader, which is called for each epoch."
+            )
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         columns: dict[str, list[Tensor]] = defaultdict(list)
+        names = None
         for segment, sample in enumerate(self._rows[index], start=1):
             fields = _fields(self.parts[0][sample], sample)
             count = len(fields[_TOKENS])
@@ -86,6 +105,12 @@ class PackedDataset(WrapsDatasets):
                 fields[_LABELS] = torch.cat([fields[_LABELS].new_full((1,), IGNORED_LABEL), fields[_LABELS][1:]])
             fields["position_ids"] = torch.arange(count)
             fields["segment_ids"] = torch.full((count,), segment)
+            if names not in (None, fields.keys()):  # the values of one would lie under the tokens of another
+                raise ModuleContractError(
+                    f"sample {sample} has the fields {sorted(fields)}, and another sample of its row has "
+                    f"{sorted(columns)}. Give all samples of a packed data set the same fields."
+                )
+            names = fields.keys()
             for name, values in fields.items():
                 columns[name].append(values)
         fill = {_TOKENS: self.pad_token, _LABELS: IGNORED_LABEL}
@@ -101,10 +126,19 @@ def _fields(sample: Any, index: int) -> dict[str, Tensor]:
     given = dict(sample) if isinstance(sample, Mapping) else {_TOKENS: sample}
     if _TOKENS not in given:
         raise ModuleContractError(f"sample {index} has no 'input_ids'. It has {sorted(map(str, given))}.")
-    fields = {name: torch.as_tensor(values) for name, values in given.items()}
-    count = fields[_TOKENS].shape[:1]
-    if not count or not count[0]:
-        raise ModuleContractError(f"sample {index} has no tokens: its input_ids have shape {tuple(count)}.")
+    try:
+        fields = {name: torch.as_tensor(values) for name, values in given.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ModuleContractError(
+            f"sample {index} is no sequence of tokens: {error}. Give tensors, arrays or lists of numbers."
+        ) from error
+    count = fields[_TOKENS].shape
+    if len(count) != 1 or not count[0]:
+        raise ModuleContractError(
+            f"sample {index} has no tokens: its input_ids have shape {tuple(count)}. Give one sequence of one token or "
+            "more a sample, without a batch dimension."
+        )
+    fields |= {name: _as_int64(fields[name], name, index) for name in (_TOKENS, _LABELS) if name in fields}
     wrong = [name for name, values in fields.items() if values.shape[:1] != count]
     if wrong:
         raise ModuleContractError(
@@ -112,7 +146,20 @@ def _fields(sample: Any, index: int) -> dict[str, Tensor]:
             "out of a packed data set what has no value for each token."
         )
     mask = fields.pop(_MASK, None)
-    return fields if mask is None else {name: values[mask.bool()] for name, values in fields.items()}
+    if mask is None:
+        return fields
+    if not mask.any():
+        raise ModuleContractError(f"sample {index} has no tokens: its attention_mask is 0 everywhere. Leave it out.")
+    return {name: values[mask.bool()] for name, values in fields.items()}
+
+
+def _as_int64(values: Tensor, name: str, index: int) -> Tensor:
+    """`values` in a type that holds -100; narrow unsigned ones, such as of a token file, would wrap it."""
+    if values.is_floating_point() or values.is_complex():
+        raise ModuleContractError(
+            f"sample {index} has {name!r} of type {values.dtype}. Tokens and labels are whole numbers: write .long()."
+        )
+    return values.long()
 
 
 def _best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:

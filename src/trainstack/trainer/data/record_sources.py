@@ -11,8 +11,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainstack.trainer.data.epochs import datasets_in
 
-RecordSources = dict[Hashable, Any]
-"""For each source an array of int64 with the number of each record in it. One record may be there several times."""
+Rows = Any
+"""Numbers of records: a `range`, which takes no memory however long it is, or an array of int64."""
+RecordSources = dict[Hashable, list[Rows]]
+"""For each source the numbers of the records in it, in parts. One record may be there several times."""
 
 
 def record_sources(dataset: Any) -> RecordSources:
@@ -24,15 +26,14 @@ def record_sources(dataset: Any) -> RecordSources:
     Args:
         dataset: with a length.
     """
-    found: dict[Hashable, list[Any]] = {}
-    _collect(dataset, np.arange(len(dataset)), found)
-    return {source: np.concatenate(parts) for source, parts in found.items()}
+    found: RecordSources = {}
+    _collect(dataset, range(len(dataset)), found)
+    return found
 
 
 def most_repeats(dataset: Any) -> int:
     """How often the record that `dataset` has most often is in it, as far as `record_sources` can tell."""
-    counts = (np.unique(rows, return_counts=True)[1] for rows in record_sources(dataset).values() if len(rows))
-    return max((int(count.max()) for count in counts), default=0)
+    return max((_repeats(parts) for parts in record_sources(dataset).values()), default=0)
 
 
 def shares_records(one: Any, other: Any) -> bool:
@@ -40,7 +41,7 @@ def shares_records(one: Any, other: Any) -> bool:
     if any(dataset is other for dataset in datasets_held(one)):
         return True
     theirs = record_sources(other)
-    return any(np.isin(rows, theirs.get(source, ())).any() for source, rows in record_sources(one).items())
+    return any(_overlap(parts, theirs.get(source, [])) for source, parts in record_sources(one).items())
 
 
 def datasets_held(dataset: Any) -> Iterator[Any]:
@@ -55,28 +56,82 @@ def datasets_held(dataset: Any) -> Iterator[Any]:
             ahead += [value for value in held if isinstance(value, Dataset)]
 
 
-def _collect(dataset: Any, rows: Any, found: dict[Hashable, list[Any]]) -> None:
+def _collect(dataset: Any, rows: Rows, found: RecordSources) -> None:
+    if not len(rows):
+        return
     if isinstance(dataset, Subset) and (indices := _as_rows(dataset)) is not None:
-        _collect(dataset.dataset, indices[rows], found)
+        _collect(dataset.dataset, _select(indices, rows), found)
     elif isinstance(dataset, ConcatDataset):
         ends = dataset.cumulative_sizes
         for part, first, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
-            _collect(part, rows[(rows >= first) & (rows < end)] - first, found)
+            _collect(part, _within(rows, first, end), found)
     elif isinstance(dataset, TensorDataset) and _has_rows(dataset.tensors[0]):
         tensor = dataset.tensors[0]
-        found.setdefault(tensor.device, []).append(tensor.data_ptr() + rows * tensor.stride(0) * tensor.element_size())
+        address, size = tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+        found.setdefault(tensor.device, []).append(_moved(rows, address, size))
     else:
         found.setdefault(id(dataset), []).append(rows)
 
 
-def _as_rows(subset: Subset[Any]) -> Any:
-    """The indices of `subset`, int64 and at least 0; None for others than numbers."""
+def _array(rows: Rows) -> Any:
+    return np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else rows
+
+
+def _select(indices: Rows, rows: Rows) -> Rows:
+    """`indices` at the places `rows`."""
+    if isinstance(rows, range):
+        return indices[rows.start : rows.stop : rows.step]
+    return _moved(rows, indices.start, indices.step) if isinstance(indices, range) else indices[rows]
+
+
+def _within(rows: Rows, first: int, end: int) -> Rows:
+    """Those of `rows` from `first` to before `end`, counted from `first`."""
+    if not isinstance(rows, range):
+        return rows[(rows >= first) & (rows < end)] - first
+    begin, stop = (max(0, -(-(edge - rows.start) // rows.step)) for edge in (first, end))
+    return _moved(rows[begin:stop], -first, 1)
+
+
+def _moved(rows: Rows, by: int, factor: int) -> Rows:
+    """`by + factor * rows`."""
+    if isinstance(rows, range):
+        return range(by + factor * rows.start, by + factor * rows.stop, factor * rows.step)
+    return by + factor * rows
+
+
+def _repeats(parts: list[Rows]) -> int:
+    if len(parts) == 1 and isinstance(parts[0], range):
+        return 1  # and so it is for a data set of any length
+    return int(np.unique(np.concatenate([_array(rows) for rows in parts]), return_counts=True)[1].max())
+
+
+def _overlap(parts: list[Rows], others: list[Rows]) -> bool:
+    return any(_share_one(rows, theirs) for rows in parts for theirs in others)
+
+
+def _share_one(rows: Rows, theirs: Rows) -> bool:
+    if isinstance(rows, range) and isinstance(theirs, range) and rows.step == theirs.step:
+        first, last = max(rows[0], theirs[0]), min(rows[-1], theirs[-1])
+        return first <= last and (rows[0] - theirs[0]) % rows.step == 0
+    if not isinstance(rows, range):
+        rows, theirs = theirs, rows
+    if isinstance(rows, range):  # one of them may be too long for an array
+        within = _array(theirs)
+        within = within[(within >= rows[0]) & (within <= rows[-1])]
+        return bool(((within - rows[0]) % rows.step == 0).any())
+    return bool(np.isin(rows, theirs).any())
+
+
+def _as_rows(subset: Subset[Any]) -> Rows | None:
+    """The indices of `subset`, at least 0: a range with a positive step, or int64; None for others than numbers."""
     given: Any = subset.indices
-    is_range = isinstance(given, range)
-    indices: Any = np.arange(given.start, given.stop, given.step) if is_range else np.asarray(given)
+    dataset: Any = subset.dataset
+    if isinstance(given, range) and given.step > 0 and given.start >= 0 and given.stop <= len(dataset):
+        return given
+    indices: Any = np.asarray(given)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or len(indices) != len(subset):
         return None
-    return indices.astype(np.int64) % max(1, len(subset.dataset))  # type: ignore[arg-type]
+    return indices.astype(np.int64) % max(1, len(dataset))
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:

@@ -42,6 +42,7 @@ class StepBatches:
         counted: how many micro-batches counters count, where that is not how many there are.
         uneven: whether a rank may run a micro-batch of weight 0; the same on all ranks.
         scale: the factor that turns the accumulated gradients into those of the mean loss.
+        indices: of the samples in the data set, one int64 tensor for each micro-batch; None where they are not known.
         rescale: a factor for the gradients accumulated so far, before the next micro-batch: the estimate has grown, so
             that no weight exceeds 1. Larger ones could overflow in half precision.
     """
@@ -54,6 +55,7 @@ class StepBatches:
     uneven: bool = False
     scale: float = 1.0
     rescale: float = 1.0
+    indices: Sequence[Tensor] | None = None
 
     def settle(self, counts: Sequence[float], estimate: float, total: float) -> None:
         """Set what is known after the last micro-batch: `counts` items here, of `total` on all processes."""
@@ -136,13 +138,15 @@ class OrderedSource:
             number, borrowed = len(share.micro_batches), len(share.borrowed)
             own = _lend(islice(batches, borrowed + number), borrowed)
             if self.weight_fn is not None:
-                yield _weigh_step(own, borrowed + number, self.weight_fn, share.samples, self.comm)
+                step = _weigh_step(own, borrowed + number, self.weight_fn, share.samples, self.comm)
+                step.indices = share.micro_batches
+                yield step
                 continue
             layout = number, len(share.micro_batches[-1]) if number else 0, share.samples  # the others are full
             if layout not in weights:  # it is that of most steps
                 weights[layout] = [len(index) / share.samples for index in share.micro_batches]
             step = _known_step(own, weights[layout], share.samples, borrowed)
-            step.uneven = share.uneven
+            step.uneven, step.indices = share.uneven, share.micro_batches
             yield step
 
 

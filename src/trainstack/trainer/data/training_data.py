@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from copy import deepcopy
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler
 
 from trainstack.backends import World
 from trainstack.backends.fast_paths import fast_paths_enabled
@@ -26,12 +23,20 @@ from trainstack.trainer.core.random_state import LoaderGenerators, Seed
 from trainstack.trainer.core.state import RunState, is_stateful
 from trainstack.trainer.data.combined_loaders import CombinedLoader, Combiner
 from trainstack.trainer.data.epoch_lengths import EpochLengths
-from trainstack.trainer.data.epochs import datasets_in, set_epoch
+from trainstack.trainer.data.epochs import datasets_in, set_epoch, tell_users_datasets
 from trainstack.trainer.data.fixed_samples import Samples, sample_hashes
 from trainstack.trainer.data.library_orders import LengthGroupedSampler
+from trainstack.trainer.data.loader_checks import (
+    check_plan,
+    check_sampler,
+    warn_of_no_length,
+    warn_of_small_parts,
+    warn_of_unseedable,
+)
 from trainstack.trainer.data.loader_state import LoaderState, missing_state_description
-from trainstack.trainer.data.loading import Fetcher, PartOfDataset, loading_options
-from trainstack.trainer.data.own_generators import WHOLE_EPOCH, can_be_seeded, own_generators
+from trainstack.trainer.data.loading import Fetcher
+from trainstack.trainer.data.overfitting import OverfitSubset, like
+from trainstack.trainer.data.own_generators import WHOLE_EPOCH, own_generators
 from trainstack.trainer.data.packing import PackedDataset
 from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.record_sources import most_repeats
@@ -52,61 +57,6 @@ from trainstack.trainer.data.step_batches import (
 )
 from trainstack.trainer.module_interface import MicroBatchInfo, ModuleInterface
 
-
-class KeptBatches(list[Any]):
-    """Batches that were read once, and how their loader made them."""
-
-    collate_fn: Any = None
-
-
-class OverfitSubset:
-    """Cuts loaders down to the samples of the first `number` global batches of the first epoch.
-
-    Samples are loaded anew each time, with their augmentation. Every process and every resumed run picks the same ones.
-    Batches of a loader with an order of its own are read once and kept, with the augmentation that they came with.
-
-    Args:
-        number: of global batches; -1 for all of them.
-        global_batch: samples in each.
-        seed: of the data order.
-    """
-
-    def __init__(self, number: int, global_batch: int, seed: int) -> None:
-        self._number, self._global_batch, self._seed = number, global_batch, seed
-        self._subset: PartOfDataset | None = None
-        self._kept: KeptBatches | None = None
-
-    def of(self, loader: Any, batches: int) -> Any:
-        """A loader like `loader` over those samples.
-
-        The samples behind a loader with an order of its own are not known: as many of its first `batches` are kept as
-        the global batches take.
-        """
-        if unsupported_order_reason(loader) is not None:
-            if self._number < 0:
-                return loader
-            if self._kept is None:  # copies, since a loader may reuse the memory of a batch
-                self._kept = KeptBatches(deepcopy(batch) for batch in islice(loader, self._number * batches))
-                self._kept.collate_fn = getattr(loader, "collate_fn", None)
-            return self._kept
-        if self._subset is None or self._subset.dataset is not loader.dataset:
-            order = order_of(loader, global_batch=self._global_batch, micro_batch=1, seed=self._seed)
-            wanted = None if self._number < 0 else self._number * self._global_batch
-            self._subset = PartOfDataset(loader.dataset, order.permutation(0)[:wanted].tolist())
-        return like(loader, self._subset, loader.batch_size)
-
-
-def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None) -> DataLoader[Any]:
-    """A loader over `dataset` that loads and collates as `loader` does."""
-    mine = loader.sampler
-    sampler: Any = (SequentialSampler if isinstance(mine, SequentialSampler) else RandomSampler)(dataset)
-    if isinstance(mine, LengthGroupedSampler):
-        lengths = mine.lengths if dataset is loader.dataset else mine.lengths[dataset.indices]
-        sampler = LengthGroupedSampler(lengths, window=mine.window)
-    options = {"sampler": sampler, "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
-    return DataLoader(dataset, batch_size=batch_size, **options)
-
-
 _EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
 
 
@@ -117,7 +67,7 @@ class TrainingData:
         module: is asked for a loader once for the plan, and again at the start of each epoch.
         args: batch sizes and caps.
         world: how many processes share the data.
-        seed: of the order.
+        state: of the run: seed and version of the order.
         log: for warnings about the order of the data.
         public_dataset_size: how long the plan takes a data set to be, where the true length is private.
         streams: of samples and loaders in a private run; None for those of `seed`.
@@ -136,6 +86,7 @@ class TrainingData:
     """
 
     loader_state: LoaderState
+    lengths: EpochLengths
     training_set: TrainingSet
     plan: TrainingPlan
     dataset: Any | None
@@ -148,14 +99,15 @@ class TrainingData:
         module: ModuleInterface,
         args: TrainerArguments,
         world: World,
-        seed: int,
+        state: RunState,
         log: RunLogger,
         public_dataset_size: int | None = None,
         streams: RandomStreams | None = None,
         *,
         asks: bool = True,
     ) -> None:
-        self._module, self._args, self._world, self._seed, self._log = module, args, world, seed, log
+        seed, order_version = self._seed, self._order_version = state.seed, state.order_version
+        self._module, self._args, self._world, self._log = module, args, world, log
         self._public_dataset_size, self._is_sampled = public_dataset_size, streams is not None
         self._sample_seed: Seed = seed if streams is None else streams
         self._fast_paths, self._asks = fast_paths_enabled(args.fast_paths), asks
@@ -164,8 +116,9 @@ class TrainingData:
         self.sample_hashes: Samples = {}
         self.epoch_hashes: Samples = {}
         self.lengths = EpochLengths(log)
-        self._combiner = Combiner(args, seed, private=self._is_sampled)
-        self._overfit = OverfitSubset(args.overfit_batches, args.global_batch_size(world.size), seed)
+        self._combiner = Combiner(args, seed, order_version, private=self._is_sampled)
+        global_batch = args.global_batch_size(world.size)
+        self._overfit = OverfitSubset(args.overfit_batches, global_batch, seed, order_version)
         self._sharding = args.data_sharding_of(Stage.TRAIN)
         self.loader_state = LoaderState(log, fast_paths=self._fast_paths, split_by_rank=self._sharding == "loader")
         self._stream_check: StreamCheck | None = None
@@ -174,48 +127,12 @@ class TrainingData:
         self.loader_state.attach(loader)
         self.plan = self._make_plan(loader)
         self.training_set = self._training_set(loader)
-        self._check_plan(self.plan)
-        self._warn_of_small_parts(loader)
+        check_plan(module, self.plan)
+        warn_of_small_parts(loader, self.plan, args.gpu_batch_size_limit, log)
         if loader is not None:
             self._warn_of_sharding(loader)
-            self._warn_of_unseedable(loader)
-            self._warn_of_no_length()
-
-    def _warn_of_no_length(self) -> None:
-        plan = self.plan
-        if plan.steps_per_epoch is None and plan.max_steps is None and plan.max_steps_per_epoch is None:
-            self._log.warning(
-                "the training loader has no length, so the steps of an epoch are unknown: get_optimizers_schedulers "
-                f"gets {plan.estimated_global_steps_per_epoch}. Set max_steps or max_train_steps_per_epoch to plan "
-                "with a number."
-            )
-
-    def _warn_of_unseedable(self, loader: Any) -> None:
-        found = own_generators(loader).search()
-        draws_from_system = isinstance(self._sample_seed, RandomStreams) and self._sample_seed.is_secret
-        paths = [
-            path
-            for path, one in found.without_state.items()
-            if not (draws_from_system and isinstance(one, random.SystemRandom))
-        ]
-        paths += [path for path, one in found.by_path.items() if not can_be_seeded(one)]
-        if found.unsearched:
-            self._log.warning(
-                f"{found.describe_unsearched()}: too large or too deep to be searched whole for random generators. "
-                "Those that were not found are not seeded, so a resume may draw other samples. Keep the generators in "
-                "attributes of the data set."
-            )
-        if paths and isinstance(self._sample_seed, RandomStreams):
-            raise PrivacyError(
-                f"{', '.join(paths)} cannot be seeded from the operating system, so the random numbers of samples may "
-                "be known outside. Use numpy.random.default_rng(), random.Random() or torch.Generator()."
-            )
-        if paths:
-            self._log.warning(
-                f"{', '.join(paths)} cannot be seeded: the samples depend on what it drew before, and neither a resume "
-                "nor another number of workers gives the same ones. Use numpy.random.default_rng(), random.Random() or "
-                "torch.Generator(), which the library seeds for each sample."
-            )
+            warn_of_unseedable(loader, self._sample_seed, log)
+            warn_of_no_length(self.plan, log)
 
     def _warn_of_sharding(self, loader: Any) -> None:
         if self._sharding == "loader" and self._world.size > 1 and not self._is_presharded(loader):
@@ -233,6 +150,7 @@ class TrainingData:
             ModuleContractError: the module has no usable training data.
         """
         generators = LoaderGenerators(self._sample_seed, state.epoch)
+        told = tell_users_datasets(self.loader, state.epoch)
         with generators:  # what the method draws has to be the same on all ranks
             loader = self._ask()
         if loader is None:
@@ -243,7 +161,8 @@ class TrainingData:
         if self.hashes_epochs:  # now, since samples may depend on the state that the epoch begins with
             self.epoch_hashes = self.hash_samples()
         reason, self._cursor = unsupported_order_reason(loader), None
-        set_epoch(loader, state.epoch, in_own_order=reason is not None)
+        set_epoch(loader, state.epoch, in_own_order=reason is not None, told=told)
+        check_sampler(loader, is_sampled=self._is_sampled)  # again, with the length of this epoch
         if sampling is not None:
             return self._sampled(loader, sampling, state)
         self.plan = self._module.plan = self.lengths.follow(self.plan, self._make_plan(loader), state)
@@ -271,7 +190,7 @@ class TrainingData:
         Raises:
             ConfigurationError: the module refuses that its batches are split.
         """
-        self._check_plan(plan)
+        check_plan(self._module, plan)
         self.plan = self._module.plan = plan
 
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
@@ -311,42 +230,6 @@ class TrainingData:
         count = self.plan.accumulation if share is None else len(share.all_micro_batches)
         samples = [] if state.borrowed else self.indices_under_way(state, position)
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
-
-    def _check_plan(self, plan: TrainingPlan) -> None:
-        splits = getattr(self._module, "splits_batches", True)
-        if not isinstance(splits, bool):
-            raise ConfigurationError(
-                f"{type(self._module).__name__}.splits_batches is {splits!r}. Write False if its batches must not be "
-                "split, or True."
-            )
-        if plan.accumulation > 1 and not splits:
-            raise ConfigurationError(
-                f"{type(self._module).__name__}.splits_batches is False, and a step of {plan.process_batch} samples on "
-                f"each process would be split into {plan.accumulation} micro-batches of at most {plan.micro_batch}. "
-                "Write gpu_batch_size_limit=None and fit_micro_batch=False, or a smaller train_batch_size."
-            )
-
-    def _warn_of_small_parts(self, loader: Any) -> None:
-        """Say where a step is split into parts that are not alike."""
-        plan, limit = self.plan, self._args.gpu_batch_size_limit
-        last = plan.last_micro_batch
-        if limit is None or last == plan.micro_batch or plan.is_sampled:
-            return
-        whole = f"gpu_batch_size_limit={limit} splits the {plan.process_batch} samples of a step on each process into"
-        if unsupported_order_reason(loader) is None:
-            if 4 * last < limit:
-                self._log.warning(
-                    f"{whole} {plan.accumulation} micro-batches, of which the last has {last}. Each counts for what it "
-                    "holds, but batch norm and other parts that see a batch as a whole see so few. Write "
-                    f"train_batch_size={(plan.process_batch - last) * self._world.size}."
-                )
-        elif loader is not None:
-            self._log.warning(
-                f"{whole} batches of {plan.micro_batch}, the last of {last}, but each batch of a loader with an order "
-                f"of its own has {plan.micro_batch}: a step has "
-                f"{plan.accumulation * plan.micro_batch * self._world.size} samples instead of {plan.global_batch}. "
-                "Write a gpu_batch_size_limit that divides the batch."
-            )
 
     def compare_streams(self) -> None:
         """Compare what the ranks have read of a stream that is to be the same on all; all ranks call it together.
@@ -477,7 +360,8 @@ class TrainingData:
             annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
             raise
         for one in loader.values() if isinstance(loader, Mapping) else [loader]:
-            self._check_sampler(one)
+            check_not_presharded(one, self._world.size, self._sharding)
+            check_sampler(one, is_sampled=self._is_sampled)
         loader = self._combiner.combine(loader, self.plan)
         if loader is not None and not hasattr(loader, "__iter__"):
             raise ModuleContractError(
@@ -496,28 +380,6 @@ class TrainingData:
         if loader is None or not self._args.overfit_batches:
             return loader
         return self._overfit.of(loader, self.plan.accumulation * self._world.size)
-
-    def _check_sampler(self, loader: Any) -> None:
-        """Refuse a loader whose order cannot be made, and one that splits the data itself."""
-        check_not_presharded(loader, self._world.size, self._sharding)
-        sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, type):
-            raise ModuleContractError(
-                "get_train_dataloader gave the DataLoader the sampler class itself. Call it with the data set: "
-                "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
-            )
-        if not isinstance(sampler, LengthGroupedSampler):
-            return
-        if self._is_sampled:
-            raise PrivacyError(
-                "a private run draws each record at random, independently of the others, so its batches cannot be "
-                "grouped by length. Write sampler=sampler(dataset) with the sampler that the method is handed."
-            )
-        if len(sampler) != len(loader.dataset):
-            raise ModuleContractError(
-                f"LengthGroupedSampler was given {len(sampler)} lengths for a data set of {len(loader.dataset)} "
-                "samples. Give one for each sample, in the order of the data set."
-            )
 
     def overfit_val_loader(self, batch_size: int) -> Any:
         """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
@@ -568,6 +430,7 @@ class TrainingData:
             rank=world.rank,
             seed=self._seed,
             drop_last=loader.drop_last,
+            version=self._order_version,
         )
         self._cursor = OrderCursor(order)
         return OrderedSource(self._fetcher_of(loader), order, self._batch_weight(), world.comm)

@@ -296,7 +296,7 @@ class _Tensors(_Node):
         if self.form == "list" or (self.form is None and len(self.row_shapes()) > 1):
             return StepList(parts)
         if self.form is not None:
-            parts = [_padded(part, *self.form) for part in parts]
+            parts = [_padded(part, *self.form, self.path) for part in parts]
         return torch.cat(parts)
 
 
@@ -339,10 +339,20 @@ class _Items(_Node):
         if len(pairs) != len(self.children) or any(key not in self.children for key, _ in pairs):
             raise ModuleContractError(
                 f"{self.path}: earlier steps returned the items {list(self.children)}, this one "
-                f"{[key for key, _ in pairs]}. Return the same structure from every step."
+                f"{[key for key, _ in pairs]}. Return the same structure from every step{self._of_samples(value)}."
             )
         for key, item in pairs:
             self.children[key].add(item, target)
+
+    @staticmethod
+    def _of_samples(value: Any) -> str:
+        """What to do where a list has an item for each sample of its batch."""
+        if not isinstance(value, list):
+            return ""
+        return (
+            ": the items of a list are joined by their positions. If it has one for each sample, read "
+            "predict(..., stream=True), or return a dict with a tensor for each field"
+        )
 
     def cut(self, count: int) -> None:
         for child in self.children.values():
@@ -361,9 +371,23 @@ class _Items(_Node):
         return joined if self.kind is dict else list(joined.values())
 
 
-def _padded(tensor: Tensor, rows: _Rows, value: float) -> Tensor:
-    """`tensor` with rows of the shape `rows`; what is new is `value`."""
-    padded = tensor.new_full((len(tensor), *rows), value)
+def _padded(tensor: Tensor, rows: _Rows, value: float, path: str) -> Tensor:
+    """`tensor` with rows of the shape `rows`; what is new is `value`.
+
+    Raises:
+        ModuleContractError: the dtype of `tensor` does not have `value`.
+    """
+    try:
+        padded = tensor.new_full((len(tensor), *rows), value)
+        kept = float(tensor.new_full((1,), value).item()) if not tensor.is_complex() else value
+    except (RuntimeError, OverflowError, TypeError):
+        kept = None
+    whole = tensor.is_floating_point() or tensor.is_complex()
+    if kept is None or not (whole or kept == value):
+        raise ModuleContractError(
+            f"{path}: pad_value={value!r} with tensors of {tensor.dtype}, which cannot hold it. Give a value of this "
+            "dtype, or return a tensor of another dtype from the step."
+        )
     padded[tuple(slice(size) for size in tensor.shape)] = tensor
     return padded
 

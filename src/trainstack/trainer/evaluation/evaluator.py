@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import SequentialSampler
 
 from trainstack.backends import Communicator, Workload, World
+from trainstack.backends.processes.gathering import gather_to_main
 from trainstack.errors import ConfigurationError, ModuleContractError, PrivacyError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
@@ -30,6 +31,7 @@ from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
     LoaderPass,
+    check_batch_size,
     eval_mode,
     evaluation_batches,
     evaluation_pass,
@@ -38,7 +40,9 @@ from trainstack.trainer.evaluation.loader_pass import (
     on_main_only,
     sample_count_mismatch,
 )
+from trainstack.trainer.evaluation.logged_means import add_loader, mean_of_loaders
 from trainstack.trainer.evaluation.metrics import MetricPass, Metrics, numbers_in
+from trainstack.trainer.evaluation.rounds import Rounds
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.module_interface import ModuleInterface
@@ -47,6 +51,22 @@ from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
 from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.views import table_html
+
+Kept: TypeAlias = bool | Literal["main", "own"]
+"""Outputs of an evaluation: on all processes, on none, on the main process, or of each process its part."""
+
+
+def check_kept(asked: Any) -> None:
+    """Refuse what is no `Kept`.
+
+    Raises:
+        ConfigurationError: it is another value.
+    """
+    if not (isinstance(asked, bool) or asked in ("main", "own")):
+        raise ConfigurationError(
+            f"keep_outputs={asked!r}. Write True for all outputs on each process, 'main' for all on the main process, "
+            "'own' for the part that each process has evaluated, or False."
+        )
 
 
 class EvaluationOutputs(dict[str, Any]):
@@ -187,6 +207,9 @@ class Evaluator:
 
     def loaders_over(self, given: Any, batch_size: int | None, collate_fn: Any, where: str) -> dict[str, Any]:
         """Loaders by name for a loader, a data set or a dict of them, that the caller of `where` gave."""
+        check_batch_size(batch_size)
+        if given is None:
+            raise ConfigurationError(f"{where} gave None in the place of data. Give a loader or a data set.")
         made = loaders_over(self._context.module, given, self._batch_size, batch_size, collate_fn)
         return named_loaders(made, where)
 
@@ -195,7 +218,7 @@ class Evaluator:
         stage: Stage,
         dataloaders: Any,
         log: bool | None,
-        keep_outputs: bool = True,
+        keep_outputs: Kept = True,
         *,
         batch_size: int | None = None,
         collate_fn: Any = None,
@@ -207,7 +230,7 @@ class Evaluator:
             stage: VAL or TEST.
             dataloaders: a loader, a data set, a dict of them by name, or None for the module's.
             log: whether metrics go to the history; None for: only within training.
-            keep_outputs: whether to collect outputs where no hook takes them.
+            keep_outputs: whether to collect outputs where no hook takes them, and which process gets them.
             batch_size: samples a batch on each process, of data sets and of the module's loaders.
             collate_fn: makes batches of data sets.
             pad_value: see `OutputCollector.all_outputs_alike`.
@@ -216,6 +239,7 @@ class Evaluator:
         recorded = context.history if log or (log is None and context.busy) else self._fresh_history()
         with context.sink.redirect(recorded, context.state) as history:
             if dataloaders is None:
+                check_batch_size(batch_size)
                 given = self.loaders_of(stage, batch_size)
             else:
                 given = self.loaders_over(dataloaders, batch_size, collate_fn, "the caller")
@@ -224,19 +248,33 @@ class Evaluator:
                     f"{type(context.module).__name__} has no test data. Define get_test_dataloaders(sampler, "
                     "batch_size)."
                 )
-            keep = keep_outputs or self._hooks.val_outputs
+            keep = self._kept(keep_outputs)
             outputs = self.evaluate(stage, given, keep=keep, history=history, pad_value=pad_value)
             if history is not context.history:
                 names = sorted(history.get_metric_names())
                 outputs.metrics = {name: history.get_latest_metric(name) for name in names} | outputs.metrics
             return outputs
 
+    def _kept(self, asked: Kept) -> Kept:
+        """Which outputs are kept, where a hook may take them.
+
+        Raises:
+            ConfigurationError: the caller wants them on some processes only, and the hook takes them on all.
+        """
+        check_kept(asked)
+        if isinstance(asked, str) and self._hooks.val_outputs and self._context.world.size > 1:
+            raise ConfigurationError(
+                f"keep_outputs={asked!r}, and {type(self._context.module).__name__}.on_end_val_epoch takes the outputs "
+                "on each process. Write keep_outputs=True, or give the hook no parameters for outputs."
+            )
+        return asked or self._hooks.val_outputs
+
     def evaluate(
         self,
         stage: Stage,
         loaders: Mapping[str, Any],
         *,
-        keep: bool,
+        keep: Kept,
         reporter: Reporter | None = None,
         history: RunHistory | None = None,
         only: int | None = None,
@@ -258,30 +296,29 @@ class Evaluator:
         state, world = context.state, context.world
         announced = stage is Stage.VAL and only is None
         hook = hooks.end_val_epoch if announced else None
-        step, collected, was_busy = state.global_step, EvaluationOutputs(), context.busy
+        step, collected = state.global_step, EvaluationOutputs()
         seed, in_training = self._seed(stage), reporter is not None
         if context.stack.is_private:
             self._check_public(loaders)
         with self._evaluating(stage, seed, announced, in_training):
             self.metrics.check_loaders(list(loaders))
-            context.busy = True
-            done = state.finished_loaders if in_training else ()
+            done, logged = (state.finished_loaders, state.logged_means) if in_training else ([], {})
             left = {key: loader for key, loader in loaders.items() if key not in done}
-            try:
-                with evaluation_pass(context.stack, self._work()):
-                    for key, loader in left.items():
-                        with isolated_rng(seed, world.device), eval_mode(context.module):
-                            with self._validations.whole_or_undone() if in_training else nullcontext():
-                                outputs, values = self._evaluate(stage, key, loader, keep, reporter, only, pad_value)
-                            collected.metrics |= self._record(stage, key, values, history or context.history)
-                            if keep:
-                                collected[key] = outputs
-                            if in_training:
-                                state.finished_loaders = [*state.finished_loaders, key]
-                            if hook is not None:
-                                hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
-            finally:
-                context.busy = was_busy
+            with self._busy(), evaluation_pass(context.stack, self._work()):
+                for key, loader in left.items():
+                    undone = self._validations.whole_or_undone() if in_training else nullcontext()
+                    with isolated_rng(seed, world.device), eval_mode(context.module), undone:
+                        outputs, values, means = self._evaluate(stage, key, loader, keep, reporter, only, pad_value)
+                    collected.metrics |= self._record(stage, key, values, history or context.history)
+                    add_loader(logged, means)
+                    if keep and not (keep == "main" and not world.is_main):
+                        collected[key] = outputs
+                    if in_training:
+                        state.finished_loaders = [*state.finished_loaders, key]
+                    if key == next(reversed(left)):
+                        collected.metrics |= self._record_logged(logged)
+                    if hook is not None:
+                        hook(step, *(as_arguments(outputs) if keep and hooks.val_outputs else ()), key=key)
         return collected
 
     def _check_public(self, loaders: Mapping[str, Any]) -> None:
@@ -337,6 +374,14 @@ class Evaluator:
         self.has_validated = True
 
     @contextmanager
+    def _busy(self) -> Iterator[None]:
+        before, self._context.busy = self._context.busy, True
+        try:
+            yield
+        finally:
+            self._context.busy = before
+
+    @contextmanager
     def _only_one(self, stage: Stage) -> Iterator[None]:
         if stage in self._under_way:
             name = "validate" if stage is Stage.VAL else stage.name.lower()
@@ -367,41 +412,80 @@ class Evaluator:
         stage: Stage,
         key: str,
         loader: Any,
-        keep: bool,
+        keep: Kept,
         reporter: Reporter | None,
         only: int | None,
         pad_value: float | None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Evaluate one loader on all processes; what they collected, joined, if it is to be kept, and the metrics."""
+    ) -> tuple[Any, dict[str, Any], dict[str, tuple[float, float]]]:
+        """Evaluate one loader on all processes.
+
+        Returns:
+            what they collected, joined, if it is to be kept; the metrics; the mean and weight of what the steps logged.
+        """
         context, stack, state = self._context, self._context.stack, self._context.state
         world, work = context.world, self._work()
-        evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=keep, loader=loader)
+        evaluation = LoaderPass(stack, work, stage, state.global_step, keep_outputs=bool(keep), loader=loader)
         limit = only or (context.args.max_val_steps_per_epoch if stage is Stage.VAL else None)
         digest = StreamDigest()
         batches, in_parts = self._batches(stage, loader, limit, digest)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, stage, in_parts=in_parts)
         evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
-        progress = NoProgress() if reporter is None else reporter.progress
-        progress.start_validation(key, None)
-        batches, on_batch = self._with_events(stage, batches, measured) if only is None else (batches, None)
-        evaluation.run(
-            batches,
-            progress,
-            should_stop=None if reporter is None else self._stopper.interrupts,
-            on_batch=on_batch or (None if measured is None else measured.add),
-        )
-        progress.end_validation()
+        self._run_pass(evaluation, key, batches, measured, reporter, announced=only is None)
         for message in (evaluation.loss_message, evaluation.count_message):
             self._warn_once(message)
         comm = world.comm if in_parts else Communicator()
         facts = evaluation.batches, evaluation.samples, evaluation.stopped_early, (digest.batches, digest.value)
         by_rank = world.comm.gather(facts, f"the end of a {stage.name.lower()} pass over the loader {key!r}")
         self._check_pass(stage, key, loader, by_rank, in_parts=in_parts, whole=limit is None)
-        values = {"loss": evaluation.mean_loss(comm), **({} if measured is None else measured.results(comm))}
-        if evaluation.outputs is None:
-            return None, values
-        outputs = evaluation.outputs.all_outputs_alike(comm, pad_value)
-        return (stack.gather(outputs) if in_parts else outputs), values
+        loss, logged = evaluation.means(comm)
+        values = {"loss": loss, **({} if measured is None else measured.results(comm))}
+        outputs = None if evaluation.outputs is None else evaluation.outputs.all_outputs_alike(comm, pad_value)
+        return self._brought_together(stage, outputs, keep) if in_parts else outputs, values, logged
+
+    def _run_pass(
+        self,
+        evaluation: LoaderPass,
+        key: str,
+        batches: Iterator[tuple[Any, int | None]],
+        measured: MetricPass | None,
+        reporter: Reporter | None,
+        *,
+        announced: bool,
+    ) -> None:
+        """Let `evaluation` take the batches: in rounds, where all ranks have to make the same forward passes."""
+        stage, sink = evaluation.stage, self._context.sink
+        progress = NoProgress() if reporter is None else reporter.progress
+        progress.start_validation(key, None)
+        should_stop = None if reporter is None else self._stopper.interrupts
+        rounds = self._rounds(stage, batches, should_stop)
+        if rounds is not None:  # ranks decide together whether to stop
+            batches, should_stop = iter(rounds), None
+        batches, on_batch = self._with_events(stage, batches, measured) if announced else (batches, None)
+        with nullcontext() if stage is Stage.PREDICT else sink.collecting(evaluation.logged.add):
+            evaluation.run(
+                batches,
+                progress,
+                should_stop=should_stop,
+                on_batch=on_batch or (None if measured is None else measured.add),
+            )
+        progress.end_validation()
+        if rounds is not None:
+            evaluation.stopped_early = rounds.stopped_early
+
+    def _brought_together(self, stage: Stage, outputs: Any, keep: Kept) -> Any:
+        """The outputs of all ranks, where the caller wants them."""
+        if keep == "main":
+            return gather_to_main(self._context.world.comm, outputs, f"the outputs of {stage.name.lower()}")
+        return self._context.stack.gather(outputs) if keep is True else outputs
+
+    def _rounds(
+        self, stage: Stage, batches: Iterator[tuple[Any, int | None]], should_stop: Callable[[], bool] | None = None
+    ) -> Rounds | None:
+        """`batches` with as many forward passes as the other ranks make; None where their numbers may differ."""
+        context = self._context
+        if context.world.size == 1 or not any(layer.evaluates_together for layer in context.stack.layers()):
+            return None
+        return Rounds(batches, context.stack, self._work(), stage, context.state, should_stop)
 
     def _with_events(
         self, stage: Stage, batches: Iterator[tuple[Any, int | None]], measured: MetricPass | None
@@ -433,10 +517,12 @@ class Evaluator:
             self._check_public({"default": loader})
         digest, number = StreamDigest(), 0
         batches, in_parts = self._batches(stage, loader, None, digest, in_turns=True)
+        rounds = self._rounds(stage, batches)
+        take = partial(next, batches, None) if rounds is None else rounds.next_batch
         while True:
             seed = mix(self._seed(stage), number)
             with context.fail_together(), self._evaluating(stage, seed, announced=False, in_training=False):
-                own = self._evaluate_one(stage, batches, number)
+                own = self._evaluate_one(stage, take, number)
                 place = f"round {number} of a {stage.name.lower()} stream"
                 by_rank = world.comm.gather(own, place) if in_parts else [own]
             if not any(by_rank):
@@ -446,22 +532,19 @@ class Evaluator:
         digests = world.comm.gather((digest.batches, digest.value), f"the end of a {stage.name.lower()} stream")
         refuse_unlike_streams(stream_name(loader), digests, stage.name.lower())
 
-    def _evaluate_one(self, stage: Stage, batches: Iterator[tuple[Any, int | None]], number: int) -> list[Any]:
-        """The outputs for the next batch; nothing where there is none."""
-        context, work, was_busy = self._context, self._work(), self._context.busy
-        context.busy = True
+    def _evaluate_one(self, stage: Stage, take: Callable[[], tuple[Any, int | None] | None], number: int) -> list[Any]:
+        """The outputs for the batch that `take` gives; nothing where there is none."""
+        context, work = self._context, self._work()
         try:
-            with evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
-                outputs = [
-                    copied(context.stack.forward(work, stage, batch, context.state.global_step), on_host=True)
-                    for batch, _ in islice(batches, 1)
-                ]
+            with self._busy(), evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
+                pair = take()
+                if pair is None:
+                    return []
+                outputs = context.stack.forward(work, stage, pair[0], context.state.global_step)
+                return [copied(outputs, on_host=True)]
         except Exception as error:
             annotate(error, f"in batch {number} of a {stage.name.lower()} stream")
             raise
-        finally:
-            context.busy = was_busy
-        return outputs
 
     def _batches(
         self, stage: Stage, loader: Any, limit: int | float | None, digest: StreamDigest, in_turns: bool = False
@@ -531,3 +614,10 @@ class Evaluator:
                     when = {"step": state.global_step, "epoch": state.epoch}
                     history.update_metric(full, named[full], **when, provenance=Provenance.EVALUATION)
         return named
+
+    def _record_logged(self, logged: Mapping[str, list[list[float]]]) -> dict[str, float]:
+        """Record the means over all loaders of what the steps have logged; returns them by name."""
+        means = {name: mean_of_loaders(parts) for name, parts in logged.items()}
+        for name, mean in means.items():
+            self._context.sink.record(name, mean)
+        return means

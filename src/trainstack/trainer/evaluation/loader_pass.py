@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, tee
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from trainstack.trainer.data.sharding import StreamDigest
 from trainstack.trainer.data.step_batches import custom_batch_weight, sums_losses, unsupported_order_reason
 from trainstack.trainer.data.torch_classes import draws_first_batch_alone, makes_lists_of_fields
 from trainstack.trainer.evaluation.collector import OutputCollector
+from trainstack.trainer.evaluation.logged_means import LoggedValues, divided_sum, means_of
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -101,12 +103,23 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
         )
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
-        if not isinstance(key, str) or loader is None or not hasattr(loader, "__iter__"):
+        if not isinstance(key, str) or isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
             raise ModuleContractError(
                 f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, a dict of DataLoaders "
                 "by name, or None."
             )
     return named
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse what is neither None nor a number of samples.
+
+    Raises:
+        ConfigurationError: it is another value, such as 0.
+    """
+    whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (whole and batch_size >= 1):
+        raise ConfigurationError(f"batch_size={batch_size!r}: write a whole number of samples, at least 1.")
 
 
 def loaders_over(
@@ -130,6 +143,8 @@ def loaders_over(
     if isinstance(given, dict):
         return {key: loaders_over(module, one, default_size, batch_size, collate_fn) for key, one in given.items()}
     is_asked = batch_size is not None or collate_fn is not None
+    if isinstance(given, IterableDataset) and is_asked:
+        return DataLoader(given, batch_size=batch_size or default_size, collate_fn=collate_fn)
     has_items = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     known = isinstance(given, Dataset) or not hasattr(given, "__iter__") or hasattr(given, "__getitems__")
     if isinstance(given, DataLoader | Tensor) or not has_items or not (known or is_asked):
@@ -198,12 +213,22 @@ def evaluation_batches(
     low, extra = divmod(number, world.size)
     begin = world.rank * low + min(world.rank, extra)
     end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
-    mine = torch.arange(min(begin * size, end), end)  # a process may get nothing
-    indices = torch.split(mine, size) if len(mine) else ()
+    indices, counts = tee(_parts(begin * size, end, size))  # a process may get nothing
     if in_turns:
-        indices = torch.split(torch.arange(len(loader.dataset)), size)[:number][world.rank :: world.size]
+        every = _parts(0, min(len(loader.dataset), number * size), size)
+        indices, counts = tee(islice(every, world.rank, None, world.size))
     batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
-    return zip(batches, map(len, indices), strict=True), True
+    return zip(batches, map(len, counts), strict=True), True
+
+
+def _parts(begin: int, end: int, size: int) -> Iterator[Tensor]:
+    """The numbers from `begin` to before `end` in parts of `size`, made in blocks: there may be too many for memory."""
+    block = size * max(1, _BLOCK // size)
+    for first in range(begin, end, block):
+        yield from torch.split(torch.arange(first, min(first + block, end)), size)
+
+
+_BLOCK = 2**16
 
 
 def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | None:
@@ -296,6 +321,7 @@ class LoaderPass:
         outputs: what was collected; None where nothing was to be.
         batches: how many were evaluated.
         samples: how many they held; None where that could not be counted.
+        logged: what the steps have logged.
         stopped_early: whether `run` ended before the last.
         is_consumed: whether somebody takes the outputs, so that they need no loss.
         loss_message: the warning about what the first step returned in place of its loss; None for none.
@@ -324,6 +350,7 @@ class LoaderPass:
         self.outputs = OutputCollector() if keep_outputs else None
         self.batches, self.stopped_early = 0, False
         self.samples: int | None = 0
+        self.logged = LoggedValues()
         self.is_consumed = True
         self.loss_message: str | None = None
         self.count_message: str | None = None
@@ -354,8 +381,9 @@ class LoaderPass:
                         collect(outputs)
                     if on_batch is not None:
                         on_batch(outputs, batch)
-                    if type(outputs) is not Tensor or not outputs.dim() or not self.batches:
-                        self._keep_loss(outputs, batch, samples)
+                    may_be_loss = type(outputs) is not Tensor or not outputs.dim() or not self.batches
+                    if may_be_loss or self.logged.waits_for_weight:
+                        self._keep_numbers(outputs, batch, samples)
                     counted += self._count(batch) if samples is None else samples
                     self.batches += 1
                     if self.batches >= progress.next_poll:
@@ -368,47 +396,50 @@ class LoaderPass:
             raise
         self.samples = None if math.isnan(counted) else int(counted)
 
-    def _keep_loss(self, outputs: Any, batch: Any, samples: int | None) -> None:
-        """Keep the loss in `outputs`, if it is a 0-dim floating tensor; other outputs are predictions."""
+    def _keep_numbers(self, outputs: Any, batch: Any, samples: int | None) -> None:
+        """Keep the loss in `outputs`, if it is a 0-dim floating tensor, and what the step has logged.
+
+        Other outputs are predictions.
+        """
         loss = loss_item(outputs)
-        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
-            self._losses.append(loss.detach().clone())  # user code may write to it later
-            weigh = custom_batch_weight(self.work.module)
-            if weigh is not None:
-                self._weights.append(checked_weight(weigh(batch)))
-            elif samples is not None:
-                self._weights.append(float(samples))
-            else:
-                self._weights.append(float(samples_in(batch, lists_are_fields=self._lists_are_fields)))
-                self.count_message = self.count_message or differing_lengths(batch)
-        elif not self.batches:
+        has_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
+        if has_loss or self.logged.waits_for_weight:
+            weight = self._weight_of(batch, samples)
+            self.logged.weigh(weight)
+            if has_loss:
+                self._losses.append(loss.detach().clone())  # user code may write to it later
+                self._weights.append(weight)
+        if not has_loss and not self.batches:
             self.loss_message = missing_loss_message(outputs, self.stage, is_consumed=self.is_consumed)
 
-    def mean_loss(self, comm: Communicator) -> float | None:
-        """The mean of the losses that the step returned, weighted by `batch_weight`; None if it returned none.
+    def _weight_of(self, batch: Any, samples: int | None) -> float:
+        """How many items the numbers of `batch` are means over."""
+        weigh = custom_batch_weight(self.work.module)
+        if weigh is not None:
+            return checked_weight(weigh(batch))
+        if samples is not None:
+            return float(samples)
+        weight = float(samples_in(batch, lists_are_fields=self._lists_are_fields))
+        self.count_message = self.count_message or differing_lengths(batch)
+        return weight
 
-        Over what all processes of `comm` have evaluated, as one sum and one weight. With `loss_reduction = "sum"` it is
-        their sum.
+    def means(self, comm: Communicator) -> tuple[float | None, dict[str, tuple[float, float]]]:
+        """The mean of the losses that the step returned, None if it returned none; and of what it logged.
+
+        They are weighted by `batch_weight`, over what all processes of `comm` have evaluated, as one sum and one
+        weight. With `loss_reduction = "sum"` the losses are summed. What was logged comes with its weight.
         """
-        values = self.stack.read(self._losses)
-        mine = [v if self._sums else v * w for v, w in zip(values, self._weights, strict=True) if w]
-        everyone = comm.gather((mine, self._weights), "the mean loss of an evaluation")
-        total = math.fsum(weight for _, weights in everyone for weight in weights)
-        parts = [value for one, _ in everyone for value in one]
-        return _divided_sum(parts, 1.0 if self._sums else total) if total else None
+        values = self.stack.read([*self._losses, *self.logged.tensors()])
+        losses, logged = values[: len(self._losses)], self.logged.by_name(values[len(self._losses) :])
+        mine = [v if self._sums else v * w for v, w in zip(losses, self._weights, strict=True) if w]
+        everyone = comm.gather((mine, self._weights, logged), "the means of an evaluation")
+        total = math.fsum(weight for _, weights, _ in everyone for weight in weights)
+        parts = [value for one, _, _ in everyone for value in one]
+        loss = divided_sum(parts, 1.0 if self._sums else total) if total else None
+        return loss, means_of(logged for _, _, logged in everyone)
 
     def _count(self, batch: Any) -> float:
         try:
             return samples_in(batch, lists_are_fields=self._lists_are_fields)
         except ModuleContractError:
             return math.nan
-
-
-def _divided_sum(parts: Sequence[float], divisor: float) -> float:
-    """The exact sum of `parts` over `divisor`; nan for inf and -inf together."""
-    try:
-        return math.fsum(parts) / divisor
-    except ValueError:
-        return math.nan
-    except OverflowError:  # the sum is more than a float holds, where the quotient need not be
-        return sum(part / divisor for part in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Protocol, cast, runtime_checkable
@@ -15,6 +15,7 @@ from trainstack.backends import Communicator, World, move_to_device
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
 from trainstack.trainer.arg_matching import check_not_correctness, feeder
+from trainstack.trainer.evaluation.metric_states import MergedMetrics
 from trainstack.trainer.module_interface import ModuleInterface
 
 
@@ -94,9 +95,10 @@ class Metrics:
 class MetricPass:
     """Metrics over one loader, once.
 
-    In one process, metrics are updated batch by batch. Of many processes, each keeps its batches' inputs in the host's
-    memory; in the end all update their metrics with everybody's, in data set order. The batches are the same whatever
-    the number of processes, and so are the values, bit for bit. A metric never talks to other processes by itself.
+    In one process, metrics are updated batch by batch. So are those of many processes whose states can be merged: see
+    `MergedMetrics`. For the others each process keeps its batches' inputs in the host's memory; in the end all update
+    these metrics with everybody's, in data set order. The batches are the same whatever the number of processes, and so
+    are the values, bit for bit. A metric never talks to other processes by itself.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class MetricPass:
                 metric.to(world.device)
             with _annotate_metric_errors(name, metric, "reset"):
                 metric.reset()
+        self._merged = MergedMetrics(metrics, used=self._kept is not None)
 
     def add(self, outputs: Any, batch: Any) -> None:
         """Take in what a step returned for `batch`."""
@@ -132,15 +135,16 @@ class MetricPass:
                 "update by position, a dict, whose items are matched with its parameters by name, or None for nothing."
             )
         if self._kept is None:
-            self._update(move_to_device(inputs, self._world.device))
-        else:
-            self._kept.append(move_to_device(_compact(inputs), torch.device("cpu")))
+            self._update(inputs, self._metrics)
+            return
+        self._kept.append(move_to_device(_compact(inputs), torch.device("cpu")))
+        if self._merged.names:
+            self._update(inputs, self._merged.names)
 
     def results(self, comm: Communicator) -> dict[str, Any]:
         """The values by name, nested as the metrics gave them; all processes call it together. Metrics are reset."""
         if self._kept is not None:
-            for inputs in (inputs for kept in comm.gather(self._kept, "metric_inputs") for inputs in kept):
-                self._update(move_to_device(inputs, self._world.device))
+            self._update_with_all(comm, self._kept)
         values = {}
         for name, metric in self._metrics.items():
             with _annotate_metric_errors(name, metric, "compute"), _without_sync(metric):
@@ -149,9 +153,22 @@ class MetricPass:
                 metric.reset()
         return values
 
-    def _update(self, inputs: tuple[Any, ...] | dict[str, Any]) -> None:
+    def _update_with_all(self, comm: Communicator, kept: list[Any]) -> None:
+        """Give every metric what all processes have."""
+        merged = set[str]()
+        if self._merged.names:
+            merged, self._updates = self._merged.merge(comm, len(kept))
+        left = [name for name in self._metrics if name not in merged]
+        if left:
+            self._updates = 0
+            for inputs in (inputs for part in comm.gather(kept, "metric_inputs") for inputs in part):
+                self._update(inputs, left)
+
+    def _update(self, inputs: tuple[Any, ...] | dict[str, Any], names: Iterable[str]) -> None:
         self._updates += 1
-        for name, metric in self._metrics.items():
+        inputs = move_to_device(inputs, self._world.device)
+        for name in names:
+            metric = self._metrics[name]
             with _annotate_metric_errors(name, metric, "update"), _without_sync(metric), torch.no_grad():
                 self._feed[name](inputs)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+from trainstack._deferred import materialized
 from trainstack.errors import ConfigurationError, StopTraining, annotate
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.core.logs import RunLogger
@@ -160,6 +161,12 @@ class Subscription:
 Fire = Callable[..., None]
 OWN = "trainer"
 """The key of what the trainer itself keeps among the states of callbacks."""
+EVALUATED = "evaluated"
+"""The key in there of the callbacks whose `evaluation_context` chooses the weights to evaluate."""
+
+
+def _evaluates_others(callback: Callback) -> bool:
+    return type(callback).evaluation_context is not Callback.evaluation_context
 
 
 class Events:
@@ -196,7 +203,8 @@ class Events:
         self._calls: dict[int, list[Callable[[], None]]] = {}
         self._unclaimed: dict[str, Any] | None = None
         self.is_training, self._began_at = False, 0
-        self.weight_swap, self.optimizer_modes = WeightSwap(), OptimizerModes()
+        self.weight_swap = WeightSwap()
+        self.optimizer_modes: OptimizerModes = OptimizerModes()
         self._hides_records = False
         self._add_methods(module, type(module).__name__, 0)
         self.callbacks: dict[str, Callback] = unique_keys(
@@ -371,7 +379,10 @@ class Events:
 
     def get_state(self) -> dict[str, Any]:
         """The states of callbacks and the counters of filters, by key."""
-        states: dict[str, Any] = {OWN: {"open": sorted(event.value for event in self._open), "made": self._made}}
+        own: dict[str, Any] = {"open": sorted(event.value for event in self._open), "made": self._made}
+        if evaluated := [key for key, one in self.callbacks.items() if _evaluates_others(one)]:
+            own[EVALUATED] = evaluated
+        states: dict[str, Any] = {OWN: own}
         states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}
         return states | {key: counts.get_state() for key, counts in self._filters().items()}
 
@@ -384,9 +395,11 @@ class Events:
         owners: dict[str, Callback | Filter] = {**self.callbacks, **self._filters()}
         for key, owner in owners.items():
             if key in self._unclaimed:
-                owner.update_state(self._unclaimed.pop(key))
+                state = self._unclaimed.pop(key)
+                owner.update_state(state if getattr(owner, "copies_state", False) else materialized(state))
             elif isinstance(owner, Filter) or owner.get_state():
                 self._say(f"{key!r} starts anew: the checkpoint has no state of it.")
+        self._unclaimed = materialized(self._unclaimed)
 
     def _rename_unclaimed(self, saved: Mapping[str, str]) -> None:
         """Give the states of callbacks of one class the keys of those with the same settings."""
@@ -400,6 +413,15 @@ class Events:
             plain = key in saved or not dot
             new = renamed.get(key, key) if plain else f"{renamed.get(owner, owner)}.{method}"
             self._unclaimed[new] = state
+
+    def warn_of_other_weights(self, states: Mapping[str, Any] | None) -> None:
+        """Warn of callbacks that made the evaluations of the checkpoint with `states`, and that this trainer lacks."""
+        for key in (states or {}).get(OWN, {}).get(EVALUATED, ()):
+            if key in (self._unclaimed or {}) and self.trainer.is_main_process:
+                self._log.warning(
+                    f"the run of the checkpoint was evaluated with weights of its callback {key!r}, which this trainer "
+                    "does not have. It evaluates the trained weights. Give it the callback for the others."
+                )
 
     def put_back(self, states: Mapping[str, Any]) -> None:
         """Give back what `get_state` returned in this process to those that have another state now, without a word.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Event(Enum):
@@ -19,23 +19,33 @@ class Event(Enum):
         is_certain: whether every run that trains to its end comes by it.
     """
 
-    INIT = ("init", "", "the trainer is made, nothing else is; its arguments may still be replaced", 1)
-    LOAD_MODEL = ("load_model", "report", "the module has got weights by `init_weights_from`; a `WarmStartReport`", 0)
-    READY = ("ready", "", "the module, its optimizers and the plan are made; a checkpoint's states are not yet back", 1)
-    LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has taken all it goes on with from a checkpoint", 0)
-    SANITY_CHECK_BEGIN = ("sanity_check_begin", "", "before `sanity_val_steps` tries out the validation", 0)
-    SANITY_CHECK_END = ("sanity_check_end", "results", "after that: losses and metrics by name; nothing is recorded", 0)
-    TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also where it goes on after an interruption", 1)
+    INIT = ("init", "", "the trainer exists, but nothing is prepared; a callback may still replace the arguments", 1)
+    LOAD_MODEL = (
+        "load_model",
+        "report",
+        "the module has loaded weights by `init_weights_from`; a `WarmStartReport`",
+        0,
+    )
+    READY = (
+        "ready",
+        "",
+        "the module, its optimizers and the plan exist; states of a checkpoint are not yet restored",
+        1,
+    )
+    LOAD_CHECKPOINT = ("load_checkpoint", "checkpoint", "the run has restored everything from a checkpoint", 0)
+    SANITY_CHECK_BEGIN = ("sanity_check_begin", "", "before the trial validation of `sanity_val_steps`", 0)
+    SANITY_CHECK_END = ("sanity_check_end", "results", "after it: losses and metrics by name; nothing is recorded", 0)
+    TRAIN_BEGIN = ("train_begin", "", "`train()` begins, also after an interruption", 1)
     EPOCH_BEGIN = ("epoch_begin", "epoch", "an epoch begins or resumes; epochs are counted from 0", 1)
-    TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "right after that, before data is asked for", 1)
+    TRAIN_EPOCH_BEGIN = ("train_epoch_begin", "epoch", "directly after `EPOCH_BEGIN`, before the loader is made", 1)
     FETCH_DATA_BEGIN = ("fetch_data_begin", "", "before a micro-batch is fetched", 1)
-    FETCH_DATA_END = ("fetch_data_end", "batch", "it is here, on the host as a rule", 1)
+    FETCH_DATA_END = ("fetch_data_end", "batch", "the micro-batch is fetched, usually on the host", 1)
     TRAIN_BATCH_BEGIN = ("train_batch_begin", "batch", "before the forward pass of a micro-batch", 1)
-    BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not where a batch weighs nothing", 1)
+    BEFORE_BACKWARD = ("before_backward", "outputs", "`train_step` has returned; not for a batch of weight 0", 1)
     TRAIN_BATCH_END = (
         "train_batch_end",
         "batch outputs loss",
-        "its backward pass is over; outputs are copies without graphs; not where a batch weighs nothing",
+        "after the backward pass; outputs are copies without graphs; not for a batch of weight 0",
         1,
     )
     AFTER_BACKWARD = ("after_backward", "loss", "after the backward pass of a micro-batch; the graph is freed", 1)
@@ -43,13 +53,13 @@ class Event(Enum):
     AFTER_OPTIMIZER_STEP = (
         "after_optimizer_step",
         "optimizers",
-        "the optimizers have stepped, or could not; schedulers and counters too",
+        "the optimizers have stepped or skipped the step; schedulers and counters are up to date",
         1,
     )
-    BEFORE_ZERO_GRAD = ("before_zero_grad", "optimizers", "the gradients of the step are still there", 1)
-    AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "they are dropped", 1)
+    BEFORE_ZERO_GRAD = ("before_zero_grad", "optimizers", "the gradients of the step still exist", 1)
+    AFTER_ZERO_GRAD = ("after_zero_grad", "optimizers", "the gradients are None", 1)
     TRAIN_STEP_END = ("train_step_end", "step", "a global step is finished and counted", 1)
-    LOG = ("log", "step", "at each log point, when the loss is recorded and nothing is written yet", 0)
+    LOG = ("log", "step", "at each log point, after the loss is recorded and before anything is written", 0)
     TRAIN_EPOCH_END = ("train_epoch_end", "epoch", "after the last step of an epoch, before its validation", 1)
     VALIDATION_BEGIN = ("validation_begin", "", "before the first validation loader", 1)
     VALIDATION_BATCH_BEGIN = (
@@ -61,17 +71,32 @@ class Event(Enum):
     VALIDATION_BATCH_END = (
         "validation_batch_end",
         "batch outputs stage",
-        "after it, on each process for its own batches, before anything is gathered",
+        "after the step, on each process for its batches, before anything is gathered",
         1,
     )
-    VALIDATION_END = ("validation_end", "results", "after the last one: what was measured at this step, by name", 1)
-    EPOCH_END = ("epoch_end", "epoch", "after training and validation, before the epoch's checkpoint", 1)
-    SAVE_CHECKPOINT = ("save_checkpoint", "checkpoint", "a checkpoint is put together and about to be written", 0)
-    CHECKPOINT_SAVED = ("checkpoint_saved", "path", "it is safe; on the main process, at the next step boundary", 0)
-    STOP_TRAINING = ("stop_training", "reason", "the training was asked to stop, and has", 0)
-    EXCEPTION = ("exception", "error", "an exception ends the training; the other processes may be gone", 0)
+    VALIDATION_END = (
+        "validation_end",
+        "results",
+        "after the last loader: the values measured at this step, by name",
+        1,
+    )
+    EPOCH_END = ("epoch_end", "epoch", "after training and validation, before the checkpoint of the epoch", 1)
+    SAVE_CHECKPOINT = (
+        "save_checkpoint",
+        "checkpoint",
+        "the content of a checkpoint is complete and not yet written",
+        0,
+    )
+    CHECKPOINT_SAVED = (
+        "checkpoint_saved",
+        "path",
+        "the checkpoint is on disk; on the main process, at the next step boundary",
+        0,
+    )
+    STOP_TRAINING = ("stop_training", "reason", "the training has stopped on request", 0)
+    EXCEPTION = ("exception", "error", "an exception ends the training; the other processes may have ended", 0)
     TRAIN_END = ("train_end", "status", "always, once for each `train()`; before the model is exported", 1)
-    SAVE_MODEL = ("save_model", "state", "the module's state, a dict that may be changed, is about to be exported", 0)
+    SAVE_MODEL = ("save_model", "state", "before the export of the module's state, a dict that you may change", 0)
 
     gives: tuple[str, ...]
     when: str
@@ -132,9 +157,12 @@ class Callback:
         priority: callbacks and functions with a higher one come first; among equals callbacks do, in their order.
         expects_all_events: whether it is said at the end of a run that an event to which it subscribes never came.
         state_key: names the state in checkpoints; the name of the class if None. Several of one class are numbered.
+        copies_state: whether `update_state` copies the tensors that it is given into its own, and keeps none of them.
+            Then a resume reads each of them when it is copied, and the state takes no memory besides.
     """
 
     priority: int = 0
+    copies_state: ClassVar[bool] = False
     expects_all_events: bool = True
     state_key: str | None = None
 

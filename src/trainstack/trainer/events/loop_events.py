@@ -68,7 +68,8 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
                 begin(plain)
             given = None if end is None else plain
         outputs = forward(work, stage, batch, step)
-        returned = outputs.split()[0] if type(outputs) is PartResult else outputs
+        is_part = type(outputs) is PartResult
+        returned = outputs if not is_part else outputs.value if outputs.ended else outputs.split()[0]
         return outputs
 
     def announced_backward(work: Any, loss: Any, weight: float) -> None:

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from trainstack.trainer.core.shards import kept_values, set_values
+
+WITH_MODES = "optimizers_with_modes"
+"""The key in a checkpoint's metadata of the classes of optimizers that evaluate other weights than it holds."""
+
+
+def trained_weights_of(metadata: Mapping[str, Any] | None) -> str | None:
+    """A sentence about weights that are not those to evaluate; None where the checkpoint has the evaluated ones."""
+    names = (metadata or {}).get(WITH_MODES)
+    if not names:
+        return None
+    return (
+        f"The checkpoint holds the weights that {' and '.join(map(str, names))} trains. The optimizer makes the "
+        "evaluated weights of them, out of its state."
+    )
 
 
 class OptimizerModes:
@@ -40,14 +56,14 @@ class OptimizerModes:
     @contextmanager
     def _on_copies(self) -> Iterator[None]:
         """A block in which the parameters are copies, which are dropped at its end."""
-        kept = [(parameter, parameter.data) for parameter in self._parameters()]
+        kept = [(parameter, kept_values(parameter)) for parameter in self._parameters()]
         for parameter, data in kept:
-            parameter.data = data.clone()
+            set_values(parameter, data.clone())
         try:
             yield
         finally:
             for parameter, data in kept:
-                parameter.data = data
+                set_values(parameter, data)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -82,6 +98,12 @@ class OptimizerModes:
     def is_used(self) -> bool:
         """Whether an optimizer has modes."""
         return bool(self._optimizers)
+
+    @property
+    def metadata(self) -> dict[str, list[str]]:
+        """For checkpoints: the classes of the optimizers that have modes; empty without any."""
+        names = sorted({type(optimizer).__name__ for optimizer in self._optimizers})
+        return {WITH_MODES: names} if names else {}
 
     def end_training(self) -> None:
         """Put the evaluated weights into the parameters; the trained ones are kept elsewhere."""

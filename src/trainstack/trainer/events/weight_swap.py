@@ -8,6 +8,8 @@ from itertools import chain
 
 from torch import Tensor, nn
 
+from trainstack.trainer.core.shards import kept_values, set_values
+
 
 class WeightSwap:
     """Where trained weights lie while the module has better ones, such as averages, until training goes on.
@@ -26,25 +28,25 @@ class WeightSwap:
         """From now on the module's parameters and buffers may be changed in place. Nothing if it is so already."""
         if self.is_active:
             return
-        self._kept = [(tensor, tensor.data) for tensor in chain(module.parameters(), module.buffers())]
+        self._kept = [(tensor, kept_values(tensor)) for tensor in chain(module.parameters(), module.buffers())]
         for tensor, data in self._kept:
-            tensor.data = data.clone()
+            set_values(tensor, data.clone())
         self.is_active = True
 
     @contextmanager
     def original_weights(self) -> Iterator[None]:
         """A block in which the module has what was trained; for checkpoints."""
-        others = [tensor.data for tensor, _ in self._kept]
+        others = [kept_values(tensor) for tensor, _ in self._kept]
         for tensor, data in self._kept:
-            tensor.data = data
+            set_values(tensor, data)
         try:
             yield
         finally:
             for (tensor, _), data in zip(self._kept, others, strict=True):
-                tensor.data = data
+                set_values(tensor, data)
 
     def swap_out(self) -> None:
         """Give the module back what was trained."""
         for tensor, data in self._kept:
-            tensor.data = data
+            set_values(tensor, data)
         self._kept, self.is_active = [], False

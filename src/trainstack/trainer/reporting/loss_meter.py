@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainstack._tensor_classes import is_sharded, plain_parts
 from trainstack.backends import Communicator
 from trainstack.backends.fast_paths import fast_largest
 from trainstack.errors import NonFiniteError
@@ -19,6 +20,12 @@ from trainstack.trainer.tracking.history import snapshot_value
 
 MAX_SKIPPED_IN_A_ROW = 50
 """Steps that may be skipped in a row before the run is stopped; by then amp has halved its scale of 2**16 to 2**-34."""
+
+
+def _own_part(weight: Tensor) -> Tensor:
+    """The values that this process has of a weight; a zero where it has no row of a sharded one."""
+    part = next(plain_parts(weight.detach())) if is_sharded(weight) else weight.detach()
+    return part if part.numel() or not is_sharded(weight) else part.new_zeros(1)
 
 
 class StepEntry(NamedTuple):
@@ -32,6 +39,8 @@ class StepEntry(NamedTuple):
         items: what its loss is a mean over.
         updated: whether it moved the weights.
         norm: joint L2 norm of the gradients before clipping, if one was computed.
+        rates: the learning rates that it used, if steps are recorded.
+        indices: the indices of its samples on this rank, in parts; None where they are not known.
     """
 
     step: int
@@ -43,6 +52,8 @@ class StepEntry(NamedTuple):
     items: float
     updated: bool
     norm: Tensor | None
+    rates: Sequence[float | Tensor] = ()
+    indices: Sequence[Tensor] | None = None
 
 
 class LossMeter:
@@ -62,6 +73,7 @@ class LossMeter:
     Attributes:
         rates: a global step and the learning rates that it used, of the last step that was due for anything.
         on_norms: called with the norms that were read; None for nobody.
+        on_entries: called with the entries, the losses and the norms that were read; None for nobody.
         find_samples: the dataset's indices of a micro-batch on this rank, by epoch, first sample of the step and
             position; None where that is not known or must not be said.
     """
@@ -86,6 +98,7 @@ class LossMeter:
         self.entries: list[StepEntry] = []
         self.rates: tuple[int, list[float | Tensor]] | None = None
         self.on_norms: Callable[[Sequence[float]], None] | None = None
+        self.on_entries: Callable[[Sequence[StepEntry], Sequence[float], Sequence[float]], None] | None = None
         self.find_samples: Callable[[int, int, int], list[int] | None] = lambda epoch, first, position: None
         self.interval, self.epoch = WeightedMean(), WeightedMean()
         self.last_norm: float | None = None
@@ -98,11 +111,13 @@ class LossMeter:
         losses: Sequence[Tensor | float],
         updated: bool,
         norm: Tensor | None,
+        rates: Sequence[float | Tensor] = (),
     ) -> None:
         """Remember a global step that `state` counts already; nothing is read."""
         first = state.samples_in_epoch - step_batches.samples
         place = (state.global_step, state.epoch, state.steps_in_epoch, first)
-        self.entries.append(StepEntry(*place, losses, step_batches.weights, step_batches.items, updated, norm))
+        shares, items, indices = step_batches.weights, step_batches.items, step_batches.indices
+        self.entries.append(StepEntry(*place, losses, shares, items, updated, norm, rates, indices))
 
     def keep_rates(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         """Keep the learning rates that global step `step` is about to use."""
@@ -137,13 +152,15 @@ class LossMeter:
 
     def _read(self) -> None:
         weights = {} if self._weights is None else self._weights()
-        maxima = fast_largest([weight.detach() for weight in weights.values()], enabled=self._fast_paths)
+        maxima = fast_largest([_own_part(weight) for weight in weights.values()], enabled=self._fast_paths)
         largest = dict(zip(weights, self._read_values(maxima), strict=True))
         losses = self._read_losses([loss for entry in self.entries for loss in entry.losses])
         grad_norms = self._read_values([entry.norm for entry in self.entries if entry.norm is not None])
         entries, self.entries = self.entries, []
         if self.on_norms is not None:
             self.on_norms(grad_norms)
+        if self.on_entries is not None:
+            self.on_entries(entries, losses, grad_norms)
         if all(map(math.isfinite, [*losses, *grad_norms])) and all(entry.updated for entry in entries):
             self._count_all(entries, losses, grad_norms)
         else:
@@ -205,7 +222,7 @@ class LossMeter:
             raise _at(entry.step, 1, error)
         if self._hide_loss:
             return
-        part = _mean(entry, values) * entry.items
+        part = step_loss(entry.weights, values) * entry.items
         self.interval.add_all([part], entry.items)
         self.epoch.add_all([part], entry.items)
 
@@ -227,7 +244,7 @@ class LossMeter:
         if self._hide_loss:
             return
         left = iter(losses)
-        parts = [_mean(entry, islice(left, len(entry.losses))) * entry.items for entry in entries]
+        parts = [step_loss(entry.weights, islice(left, len(entry.losses))) * entry.items for entry in entries]
         items = sum(entry.items for entry in entries)
         self.interval.add_all(parts, items)
         self.epoch.add_all(parts, items)
@@ -235,7 +252,12 @@ class LossMeter:
 
 def learning_rates(optimizers: Iterable[Optimizer]) -> list[float | Tensor]:
     """The learning rates of all parameter groups as they are now; rates that are tensors are copied, not read."""
-    return [snapshot_value(group["lr"]) for one in optimizers for group in one.param_groups if "lr" in group]
+    return [
+        rate if type(rate := group["lr"]) is float else snapshot_value(rate)
+        for one in optimizers
+        for group in one.param_groups
+        if "lr" in group
+    ]
 
 
 _UNMEASURED = (
@@ -266,9 +288,9 @@ def _place(entry: StepEntry) -> str:
     return f"global step {entry.step} (epoch {entry.epoch}, step {entry.step_in_epoch} of the epoch)"
 
 
-def _mean(entry: StepEntry, values: Iterable[float]) -> float:
-    """The step's loss."""
-    return sum(value * weight for value, weight in zip(values, entry.weights, strict=True) if weight)
+def step_loss(weights: Sequence[float], values: Iterable[float]) -> float:
+    """The loss of a step, of micro-batches with these shares and losses; on several ranks, the part of this one."""
+    return sum([value * weight for value, weight in zip(values, weights, strict=True) if weight])  # a list is faster
 
 
 class ExactSum:

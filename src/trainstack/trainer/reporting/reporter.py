@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from trainstack._files import atomic_write, make_directories
 from trainstack.backends import Workload
 from trainstack.backends.base import Window
+from trainstack.checkpointing.arguments import Monitor
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
@@ -22,6 +24,7 @@ from trainstack.trainer.reporting.clipping_check import ClippingCheck
 from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.tracking.epoch_lines import EpochLine
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
 from trainstack.trainer.tracking.provenance import Provenance
@@ -33,6 +36,35 @@ if TYPE_CHECKING:
 
 _MANY_STEPS = 1000
 """Global steps an epoch, from which on one sample an update is worth a warning."""
+_FIRST_COLUMNS = ("train/loss_epoch", "val/loss")
+
+
+class _BestSoFar:
+    """The best value of the monitored metric, or of val/loss where none is monitored, and its epoch."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.value, self.epoch = math.nan, -1
+        self._seen = 0
+
+    @property
+    def words(self) -> str | None:
+        """For people; None before there is a value."""
+        return None if self.epoch < 0 else f"{self.monitor.name} {self.value:.4g} in epoch {self.epoch + 1}"
+
+    def column(self, history: RunHistory, epoch: int) -> str | None:
+        """The column of the epoch's line whose value is the best so far; None where it is not."""
+        name = self.monitor.name
+        if name not in history.get_metric_names():
+            return None
+        new = history.records(name, self._seen)
+        self._seen += len(new)
+        for record in new:
+            better = record.value < self.value if self.monitor.mode == "min" else record.value > self.value
+            if math.isfinite(record.value) and (better or self.epoch < 0):
+                self.value, self.epoch = record.value, record.epoch
+        is_best = self.epoch == epoch and history.get_latest_metric(name) == self.value
+        return name.removesuffix("_epoch") if is_best else None
 
 
 class Reporter:
@@ -52,7 +84,10 @@ class Reporter:
         self._kind = "none" if args.disable_tqdm or not self._is_main else args.progress
         self.progress: ProgressDisplay = NoProgress()
         self._last_loss: float | None = None
-        self._epoch_began, self._first_step = 0.0, 0
+        self._began = self._epoch_began = 0.0
+        self._first_step = 0
+        watched = ("val/loss", "min") if args.monitor is None else (args.monitor, args.monitor_mode)
+        self._best = _BestSoFar(Monitor.of(*watched))
         self._recorder: RunRecorder | None = None
         self._has_ended = False
         self._clipping: ClippingCheck | None = None
@@ -67,7 +102,7 @@ class Reporter:
         """
         context, stack, plan = self._context, self._context.stack, data.plan
         self._clipping = ClippingCheck(work.clipping) if resume_step is None and self._is_main else None
-        self._first_step = resume_step or 0
+        self._began, self._first_step = time.perf_counter(), resume_step or 0
         self.progress = build_progress(self._kind)
         self._writers.open(
             RunInfo(
@@ -134,6 +169,7 @@ class Reporter:
         """An epoch begins, or continues after a resume."""
         self._epoch_began = time.perf_counter()
         self.history.current_epoch = state.epoch
+        self.progress.show_run(state.global_step, plan.total_steps)
         self.progress.start_epoch(state.epoch + 1, plan.epochs, plan.steps_per_epoch, state.steps_in_epoch)
 
     def poll(self, state: RunState) -> None:
@@ -199,21 +235,28 @@ class Reporter:
         names = self.history.get_metric_names()
         left_out = {name.removesuffix("_epoch") for name in names if name.endswith("_epoch")}
         left_out |= {"train/loss", "train/grad_norm", "lr"}
-        latest = (self.history.latest_record(name) for name in sorted(names - left_out))
+        shown = sorted(names - left_out, key=lambda name: (name not in _FIRST_COLUMNS, name))
+        latest = (self.history.latest_record(name) for name in shown)
         values = {record.name.removesuffix("_epoch"): record.value for record in latest if record.epoch == epoch}
         self.progress.show_epoch(epoch, values)
         self.progress.end_epoch()
-        shown = [f"{name} {value:.4g}" for name, value in values.items()]
-        head = f"epoch {epoch + 1}/{plan.epochs}  step {state.global_step}"
-        self._writers.text("  ".join([head, *shown, f"{time.perf_counter() - self._epoch_began:.1f} s"]))
+        line = EpochLine(
+            epoch=f"{epoch + 1}/{plan.epochs}",
+            step=state.global_step,
+            values=values,
+            seconds=time.perf_counter() - self._epoch_began,
+            best=self._best.column(self.history, epoch),
+            elsewhere="metrics.csv" if "csv" in self._context.args.writers else "trainer.history",
+        )
+        self._writers.text(line)
 
     def end_validation(self, state: RunState) -> None:
         """A validation within an epoch is over: write what is new, and one line about it."""
         self.write()
         measured = self.history.values_at(state.global_step).items()
-        shown = [f"{name} {value:.4g}" for name, value in measured if name.startswith("val/")]
+        shown = [f"{name}={value:.4g}" for name, value in measured if name.startswith("val/")]
         if shown:
-            self._writers.text("  ".join([f"step {state.global_step}", *shown]))
+            self._writers.text(" ".join([f"step={state.global_step}", *shown]))
 
     def write(self) -> None:
         """Hand the writers what is new in the history."""
@@ -258,7 +301,8 @@ class Reporter:
                 "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
                 "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
             )
-        self._write_report(status, reason)
+        report = self._write_report(status, reason)
+        self.text(format_plan_table(self._last_rows(status, export, report)) or None)
         if self._is_main and status != "interrupted":  # then time is short, and the run is to be resumed
             self._writers.log_checkpoint(self._find_checkpoint, _local(export))
         self._writers.end(status, reason)
@@ -270,17 +314,31 @@ class Reporter:
             self._log.warning(f"artifacts={wanted!r}: there is no such checkpoint, so none is uploaded.")
         return None if info is None else _local(info.path)
 
-    def _write_report(self, status: str, reason: str | None) -> None:
+    def _last_rows(self, status: str, export: str | None, report: Path | None) -> list[tuple[str, str]]:
+        """What there is now, where it is, and how to use it; of a run that is to be resumed, only the report."""
+        context, steps = self._context, self._context.state.global_step
+        rows: list[tuple[str, str]] = []
+        if status in ("finished", "stopped"):
+            if status == "finished" and steps > self._first_step:
+                rows.append(("finished", f"global step {steps} after {time.perf_counter() - self._began:.1f} s"))
+            rows += [("best", self._best.words)] if self._best.words else []
+            rows += [("weights", shortest(export)), ("load", 'trainstack.read_model("...")')] if export else []
+            if context.checkpointer.is_due(0, force=True) and not context.stack.is_private:
+                more = "epochs" if context.args.max_steps is None else "max_steps"
+                rows.append(("resume", f"TrainerArguments(resume=True, {more}=...)"))
+        return rows if report is None else [*rows, ("report", shortest(report))]
+
+    def _write_report(self, status: str, reason: str | None) -> Path | None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
-            return
+            return None
         try:
             self._check_lease()
             privacy = self._context.stack.privacy_statement().text
-            path = recorder.end(self.history, self._context.state.global_step, status, reason, privacy)
-            self.text(f"report: {path}")
+            return Path(recorder.end(self.history, self._context.state.global_step, status, reason, privacy))
         except Exception as error:  # training is what counts
             self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
+            return None
 
     def fail(self, error: BaseException) -> None:
         """The run ends by `error`; of a private run only its type is shown, for the message may hold values."""

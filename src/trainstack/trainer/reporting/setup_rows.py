@@ -25,11 +25,26 @@ def setup_rows(context: RunContext, data: TrainingData, work: Workload) -> list[
         ("optimizer", "\n".join(_optimizers(work.optimizers))),
         ("parameters", _parameters(work.module, work.optimizers)),
         *context.stack.plan_rows(work),
+        *_memory(context, data, work),
     ]
     module = context.module
     if not lacks_method(module, "val_step", context.val_step) and lacks_method(module, "get_val_dataloaders"):
         rows.append(("validation", "none: get_val_dataloaders is not defined"))
     return rows
+
+
+def _memory(context: RunContext, data: TrainingData, work: Workload) -> list[tuple[str, str]]:
+    """What one process needs, where parameters are sharded."""
+    layers = ((one, one.gathered_parts(work.module)) for one in context.stack.layers())
+    layer, parts = next(((one, found) for one, found in layers if found is not None), (context.stack, None))
+    if parts is None:
+        return []
+    from trainstack.trainer.core.memory_plan import format_bytes, plan_memory, shard_count
+
+    shards, passes = shard_count(work.module), 1 if layer.reduces_each_pass else data.plan.accumulation
+    plan = plan_memory(work.module, work.optimizers, shards=shards, units=parts, accumulation=passes)
+    sizes = [f"{name} {size}" for name, size in plan.rows() if name not in ("activations", "in all")]
+    return [("memory", f"{format_bytes(plan.total)} a process without activations: {', '.join(sizes)}")]
 
 
 def _order(context: RunContext, data: TrainingData) -> str:

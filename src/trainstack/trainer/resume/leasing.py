@@ -128,7 +128,7 @@ def writes_files(context: RunContext) -> bool:
     saves = isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint
     logs = args.wants_report or any(one != "stdout" and not isinstance(one, StdoutWriter) for one in args.writers)
     by_callback = any(getattr(callback, "writes_files", False) for callback in context.events.callbacks.values())
-    return saves or logs or by_callback or context.stack.is_private
+    return saves or logs or by_callback or args.record == "full" or context.stack.is_private
 
 
 def _directories(context: RunContext) -> list[Path]:

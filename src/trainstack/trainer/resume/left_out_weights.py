@@ -32,7 +32,7 @@ def with_left_out_weights(context: RunContext, checkpoint: Checkpoint, saver: Sa
     if not left_out and (checkpoint.is_empty or context.checkpointer.keeps_frozen):
         return checkpoint
     if left_out:
-        start_from_weights(context, saver.read_weights, saver.fetch, resumed=True, left_out=True)
+        start_from_weights(context, saver.load_weights, saver.fetch, resumed=True, left_out=True)
     digests = note_initial_weights(context, saver)
     if not left_out:
         return checkpoint

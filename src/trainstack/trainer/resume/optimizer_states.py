@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainstack._deferred import materialized
 from trainstack.backends import Workload
 from trainstack.backends.optimizer_state import (
     PLAIN,
@@ -23,6 +24,8 @@ from trainstack.backends.optimizer_state import (
     parameter_names,
 )
 from trainstack.errors import OTHER_RUN, CheckpointMismatchError, UnsupportedStateError
+from trainstack.trainer.core.changes import Change
+from trainstack.trainer.core.effects import Effect
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
 from trainstack.trainer.resume.group_matching import Groups, as_made, match_groups, regroup
@@ -49,8 +52,9 @@ class OptimizerStates:
         schedules: have the schedulers, which have written their first values into the optimizers.
 
     Attributes:
-        same_settings: whether `update_state` refuses optimizers that were made with other settings. Otherwise they go
-            on with those of the checkpoint, and a warning says so.
+        same_settings: whether `update_state` refuses optimizers that were made with other settings. Otherwise they
+            continue with those of the checkpoint.
+        changes: the settings that the last `update_state` has found to differ.
     """
 
     def __init__(self, work: Workload, schedules: Schedules) -> None:
@@ -66,6 +70,7 @@ class OptimizerStates:
             for one in work.optimizers
         ]
         self._is_whole = self.same_settings = False
+        self.changes = list[Change]()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -190,6 +195,7 @@ class OptimizerStates:
             CheckpointMismatchError: optimizers, their groups or schedulers are not those of the checkpoint.
         """
         optimizers, records = self._work.optimizers, state["optimizers"]
+        self.changes = []
         if any(not isinstance(record, Mapping) or "groups" not in record for record in records):
             raise CheckpointMismatchError(
                 "the checkpoint numbers the parameters of its optimizers, as an older version of trainstack did. Its "
@@ -198,7 +204,7 @@ class OptimizerStates:
         _check_count("optimizer", len(optimizers), len(records))
         places = self._match_optimizers([as_made(record) for record in records])
         orders = [self._load(number, records, place, log) for number, place in enumerate(places)]
-        self._load_schedulers(state["schedulers"], places, orders, log)
+        self._load_schedulers(state["schedulers"], places, orders)
 
     def _match_optimizers(self, records: Sequence[_Record]) -> list[int]:
         """For each optimizer, the number of its record: the one with the same parameters, wherever it is."""
@@ -234,7 +240,7 @@ class OptimizerStates:
         others = {i: self._groups_of(one) for i, one in enumerate(self._work.optimizers) if i != number}
         first = [as_made(one) for one in records]
         match = match_groups(what, groups, first[place], others, first, place)
-        self._warn_of_settings(number, what, record, match.order, log)
+        self._compare_settings(number, what, record, match.order)
         order = match.order
         if "first" in record:
             regroup(what, optimizer, groups, record)
@@ -245,7 +251,7 @@ class OptimizerStates:
         groups = self._groups_of(optimizer)
         names, dtypes = groups.names_as_in(record), record.get("dtypes", {})
         if "state_dict" in record:
-            state = record["state_dict"]
+            state = materialized(record["state_dict"])
         else:
             named = {**record, "groups": [record["groups"][place] for place in order]}
             state = number_optimizer_state(named, names)
@@ -255,7 +261,7 @@ class OptimizerStates:
             load_optimizer_state(optimizer, state, [dtypes.get(one, torch.float32) for one in chain(*names)])
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise CheckpointMismatchError(f"{what} does not fit the checkpoint's: {error}. {_HOW}") from error
-        self._attributes[number].update_state(record.get("attributes", {}))
+        self._attributes[number].update_state(materialized(record.get("attributes", {})))
         return order
 
     def _add_joined(
@@ -276,30 +282,29 @@ class OptimizerStates:
         if count:
             log.info(f"{what} takes back {count} parameter{'s' * (count > 1)} that joined during training.")
 
-    def _warn_of_settings(self, number: int, what: str, record: _Record, order: Sequence[int], log: RunLogger) -> None:
+    def _compare_settings(self, number: int, what: str, record: _Record, order: Sequence[int]) -> None:
         """Compare the options with which the groups were made, then and now: what schedulers and hooks have written
         since is no difference of settings."""
         then = [record["made"][place] if place < len(record["made"]) else {} for place in order]
         now = self._made[number]
-        for mine, theirs in zip(now, then, strict=False):
+        for position, (mine, theirs) in enumerate(zip(now, then, strict=False)):
             scheduled = "initial_lr" in mine and "initial_lr" in theirs
             for key in sorted(set(mine) & set(theirs) - {"lr" if scheduled else "initial_lr"}):
                 if _same(mine[key], theirs[key]):
                     continue
-                made = f"{what} was made with {key.removeprefix('initial_')}={mine[key]!r}"
+                option = key.removeprefix("initial_")
                 if self.same_settings:
                     raise CheckpointMismatchError(
-                        f"{made}, and that of the run in this folder with {theirs[key]!r}. {OTHER_RUN} To use the new "
-                        "value from here on, write reset_optimizers_schedulers=True."
+                        f"{what} was made with {option}={mine[key]!r}, and that of the run in this folder with "
+                        f"{theirs[key]!r}. {OTHER_RUN} To use the new value from here on, write "
+                        "reset_optimizers_schedulers=True."
                     )
-                log.warning(
-                    f"{made}; the run goes on with the checkpoint's {theirs[key]!r}. To use the new one, write "
-                    "reset_optimizers_schedulers=True."
-                )
+                group = f"groups.{position}." if len(now) > 1 else ""
+                self.changes.append(_not_used(f"optimizers.{number}.{group}{option}", theirs[key], mine[key]))
         self._made[number] = then
 
     def _load_schedulers(
-        self, records: Sequence[_Record], places: Sequence[int], orders: Sequence[Sequence[int]], log: RunLogger
+        self, records: Sequence[_Record], places: Sequence[int], orders: Sequence[Sequence[int]]
     ) -> None:
         schedulers, optimizers = self._schedules.schedulers, self._work.optimizers
         _check_count("scheduler", len(schedulers), len(records))
@@ -313,7 +318,7 @@ class OptimizerStates:
             scheduler, number, record = schedulers[position], numbers[position], records[source]
             what = f"scheduler {position} ({type(scheduler).__name__})"
             then = record.get("made", {})
-            _warn_if_length_differs(what, self._made_schedulers[position], then, log)
+            self.changes += _other_lengths(position, self._made_schedulers[position], then)
             self._made_schedulers[position] = then
             order = None if number is None else orders[number]
             state = record["state"] if order is None else _in_order(what, scheduler, record["state"], order)
@@ -405,14 +410,16 @@ def _settings_of(scheduler: Any) -> dict[str, Any]:
     return {key: copied(state[key]) for key in ("total_steps", "T_max", "total_iters", "lr_lambdas") if key in state}
 
 
-def _warn_if_length_differs(what: str, mine: _Record, theirs: _Record, log: RunLogger) -> None:
-    """Log that a schedule keeps the length from the beginning of the run, also if the run is longer now."""
-    for key in mine:
-        if key in theirs and not same(mine[key], theirs[key]):
-            log.warning(
-                f"{what} was made with {key}={mine[key]!r}; the run goes on with the checkpoint's {theirs[key]!r}. To "
-                "make a new schedule over the epochs that are left, write reset_optimizers_schedulers=True."
-            )
+def _other_lengths(position: int, mine: _Record, theirs: _Record) -> list[Change]:
+    """A schedule keeps the length from the beginning of the run, also if the run is longer now."""
+    keys = [key for key in mine if key in theirs and not same(mine[key], theirs[key])]
+    return [_not_used(f"schedulers.{position}.{key}", theirs[key], mine[key]) for key in keys]
+
+
+def _not_used(name: str, saved: Any, given: Any) -> Change:
+    option = name.rpartition(".")[2]
+    remedy = f"make it with {option}={saved!r}, or write reset_optimizers_schedulers=True to use {option}={given!r}"
+    return Change(name=name, saved=repr(saved), given=repr(given), effect=Effect.NOT_USED, remedy=remedy)
 
 
 def _same(one: Any, other: Any) -> bool:

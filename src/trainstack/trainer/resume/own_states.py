@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from trainstack._deferred import DeferredTensor, materialized, whole
+from trainstack._tensor_classes import inner_tensors, is_sharded
 from trainstack.backends import TrainerBackend
 from trainstack.checkpointing import Checkpoint
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.module_extras import EXTRAS, without_wrappers
+from trainstack.trainer.core.shards import copy_values, fit_shards, has_shards
 from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.events import Callback
 from trainstack.trainer.events.bus import OWN
@@ -95,18 +99,58 @@ def restore_own_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
     """Give the module the buffers that differ between ranks, after all ranks have begun with those of rank 0."""
     if checkpoint.rank_states:
         own = apply_part(checkpoint.module_interface_state, checkpoint.rank_states[0][MODULE])
-        context.module.update_state(copy_for_module(context.module, own))
+        update_module(context.module, own)
 
 
-def copy_for_module(module: nn.Module, state: Any) -> Any:
-    """A copy of `state` that `update_state` of `module` may keep and write to.
+def update_module(module: nn.Module, state: Any) -> None:
+    """`module.update_state` with a copy of `state`, which the module may keep and write to.
 
-    Parameters are shared where `ModuleInterface.update_state` is not overridden, since it copies their values.
+    Where only methods of torch take the state, each deferred tensor is copied into the parameter or buffer of its name
+    before, one at a time, and the call is given that one. User code gets all values at once, and so do the quantized
+    and lazy parameters of other libraries.
     """
+    update: Any = module.update_state
     if overrides_update_state(module) or type(state) not in (dict, OrderedDict):
-        return copied(state)
-    names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    return type(state)((name, value if name in names else copied(value)) for name, value in state.items())
+        state = copied(state)
+        update(fit_shards(state, module.get_state()) if has_shards(module) else state)  # type: ignore[operator]
+        return
+    module.state_dict()  # makes the parameters of a sharded module sharded, if an evaluation has gathered them
+    names = {without_wrappers(name): one for name, one in module.named_parameters(remove_duplicate=False)}
+    targets: dict[str, Tensor] = {}
+    if is_loaded_by_torch(module):
+        targets = names | {without_wrappers(name): one for name, one in module.named_buffers(remove_duplicate=False)}
+    taken = type(state)()
+    for name, value in state.items():
+        target = targets.get(name)
+        if isinstance(value, DeferredTensor) and target is not None and has_memory_for(target, value):
+            copy_values(target, value)
+            taken[name] = target.detach()
+        else:
+            taken[name] = whole(value) if name in names else copied(value)
+    update(fit_shards(taken, module.get_state()) if has_shards(module) else taken)  # type: ignore[operator]
+
+
+def has_memory_for(target: Tensor, value: Tensor) -> bool:
+    """Whether `target` has memory for `value`, which `load_state_dict` would copy into it."""
+    if is_sharded(target):
+        return target.shape == value.shape
+    is_plain = type(target) in (Tensor, nn.Parameter) and inner_tensors(target.data) is None
+    return is_plain and target.shape == value.shape and target.layout is torch.strided and not target.is_meta
+
+
+def is_loaded_by_torch(module: nn.Module) -> bool:
+    """Whether no code but torch's sees what `load_state_dict` of `module` is given."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return False
+    return all(
+        _is_of_torch(type(part)._load_from_state_dict)
+        and all(_is_of_torch(getattr(hook, "hook", hook)) for hook in part._load_state_dict_pre_hooks.values())
+        for part in module.modules()
+    )
+
+
+def _is_of_torch(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.")
 
 
 def overrides_update_state(module: nn.Module) -> bool:
@@ -183,14 +227,14 @@ def _redistribute(
     rank, size = context.world.rank, context.world.size
     divide = _method_of(context.module, ModuleInterface)
     if divide is not None and MODULE in everyone:
-        made[MODULE] = divide(everyone[MODULE], rank, size)
+        made[MODULE] = divide(materialized(list(everyone[MODULE])), rank, size)
         left = [name for name in left if not name.startswith(f"{MODULE}.")]
     if CALLBACKS in everyone:
         made[CALLBACKS] = dict(everyone[CALLBACKS][0])
         for key, callback in context.events.callbacks.items():
             divide = _method_of(callback, Callback)
             if divide is not None and all(key in states for states in everyone[CALLBACKS]):
-                made[CALLBACKS][key] = divide([states[key] for states in everyone[CALLBACKS]], rank, size)
+                made[CALLBACKS][key] = divide(materialized([one[key] for one in everyone[CALLBACKS]]), rank, size)
                 prefix = f"{CALLBACKS}.{key}"
                 left = [name for name in left if name != prefix and not name.startswith(f"{prefix}.")]
     return made, left

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainstack._tensor_classes import is_sharded
 from trainstack.backends import Communicator
 from trainstack.checkpointing import format
 from trainstack.checkpointing.encoding import StateEncoder, tensor_identity
@@ -26,23 +27,25 @@ _MAX_DEPTH = 64
 
 
 def divide_by_rank(
-    comm: Communicator, states: Mapping[str, Any], replicated: Iterable[Tensor]
+    comm: Communicator, states: Mapping[str, Any], replicated: Iterable[Tensor], *, everywhere: bool = False
 ) -> tuple[list[dict[str, Any]] | None, list[Place]]:
     """Find the leaves of `states` that are not the same bits on all ranks, and bring them together.
 
-    All ranks call it, and all get the same answer. Dicts are gone through, everything else is a leaf.
+    All ranks call it, and all get the same places. Dicts are gone through, everything else is a leaf.
 
     Args:
         comm: of the ranks.
         states: the state trees of this rank, by name.
         replicated: tensors that are known to be the same on all ranks; leaves that are these very tensors are left out.
+        everywhere: whether all ranks get the parts of all, in place of rank 0 alone.
 
     Returns:
-        The part of each rank, and the places of the leaves; None and no places where nothing differs.
+        The part of each rank, on others than rank 0 their own alone, and the places of the leaves; None and no places
+        where nothing differs.
     """
     if comm.size == 1:
         return None, []
-    known = {tensor_identity(tensor.detach()) for tensor in replicated}
+    known = {tensor_identity(tensor.detach()) for tensor in replicated if not is_sharded(tensor)}
     leaves, order = _Leaves(known), dict[Place, None]()
     leaves.add(states, ())
     texts = leaves.texts()
@@ -59,7 +62,8 @@ def divide_by_rank(
     mine: dict[str, Any] = {}
     for place in places:
         _put(mine, place, _leaf(states, place))
-    return comm.gather(mine, "states that differ between ranks"), places
+    gather = comm.gather if everywhere else comm.gather_to_main
+    return gather(mine, "states that differ between ranks"), places
 
 
 _OPEN = "open dict"
@@ -83,7 +87,7 @@ class _Leaves:
             keys = list(value) if type(value) is OrderedDict else sorted(value, key=repr)
             self._texts[place] = _OPEN if is_open or not place else f"{type(value).__name__} {keys}"
             return is_open
-        if isinstance(value, Tensor) and tensor_identity(value.detach()) in self._known:
+        if is_sharded(value) or (isinstance(value, Tensor) and tensor_identity(value.detach()) in self._known):
             return True
         encoder = StateEncoder()
         tree = encoder.encode(value, root=".".join(map(str, place)))

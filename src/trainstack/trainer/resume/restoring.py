@@ -9,35 +9,33 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainstack._files import is_address, read_small, real_path
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
-from trainstack.checkpointing import Checkpoint, WarmStartReport, warm_start
+from trainstack.checkpointing import Checkpoint, WarmStartReport
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
 from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.core.fingerprints import hash_text
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import EXTRAS
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import capture_rng, isolated_rng
 from trainstack.trainer.core.state import RunState
-from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, copy_for_module, take_own_states
-from trainstack.trainer.resume.saving import EXCEPTION
+from trainstack.trainer.events.optimizer_modes import WITH_MODES, trained_weights_of
+from trainstack.trainer.resume.checkpoint_states import EXCEPTION
+from trainstack.trainer.resume.lineage import ancestors_of_weights, begin_lineage
+from trainstack.trainer.resume.own_states import CALLBACKS, LAYERS, MODULE, USER, take_own_states, update_module
 from trainstack.trainer.schedulers.building import counts_at_end
 from trainstack.trainer.schedulers.stepping import Schedules
-from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
 if TYPE_CHECKING:
     from trainstack.backends.privacy_statement import WeightsOrigin
-    from trainstack.trainer.data.fixed_samples import Samples
-    from trainstack.trainer.data.training_data import TrainingData
 
 _OF_OPTIMIZERS = ("optimizers", "schedulers")
 
@@ -64,6 +62,7 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
         state = checkpoint.trainer_state or {}
         kept.trainer_state = {name: state[name] for name in _OF_OPTIMIZERS if name in state}
         kept.trainer_backend_state = checkpoint.trainer_backend_state
+        kept.metadata = {WITH_MODES: (checkpoint.metadata or {}).get(WITH_MODES)}
     else:
         lost = [name for name in checkpoint.trainer_backend_state or {} if name in _layers_requiring_state(stack)]
         if lost:
@@ -72,6 +71,7 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
                 "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
             )
         checkpoint = take_own_states(checkpoint, context, (MODULE,))
+        _warn_of_trained_weights(checkpoint.metadata, "resume_mode='weights'", log)
     _fit_buffers(checkpoint, context)
     kept.module_interface_state = checkpoint.module_interface_state
     log.info(
@@ -95,7 +95,7 @@ def _layers_requiring_state(stack: TrainerBackend) -> set[str]:
 
 def start_from_weights(
     context: RunContext,
-    read_weights: Callable[[Path], dict[str, Tensor]],
+    load: Callable[[Path], WarmStartReport],
     fetch: Callable[[str], Path],
     *,
     resumed: bool,
@@ -103,7 +103,7 @@ def start_from_weights(
 ) -> WarmStartReport | None:
     """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
 
-    `read_weights` gives all processes the tensors of a file or folder, and `fetch` the local copy of what an address
+    `load` loads a file or folder into the module on all processes, and `fetch` gives the local copy of what an address
     names. A run that is `resumed` has its weights, unless some are `left_out` of its checkpoint.
 
     Raises:
@@ -120,12 +120,25 @@ def start_from_weights(
         return None
     source = fetch(os.fspath(source)) if is_address(source) else resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
+    folder = _checkpoint_of(source)
+    if folder is not None:
+        _warn_of_trained_weights(read_manifest(folder).metadata, f"init_weights_from={os.fspath(source)!r}", log)
     if context.stack.is_private and not resumed:  # the ledger has them
         context.stack.on_initial_weights(origin_of(source))
-    weights = read_weights(source)
-    report = warm_start(context.module, weights, strict=args.init_weights_strict, name=os.fspath(source))
+    report = load(source)
+    if not resumed:
+        begin_lineage(context, ancestors_of_weights(source, folder))
     log.info(str(report)) if report.is_complete else log.warning(str(report))
     return report
+
+
+def _warn_of_trained_weights(metadata: Mapping[str, Any] | None, what: str, log: RunLogger) -> None:
+    problem = trained_weights_of(metadata)
+    if problem is not None:
+        log.warning(
+            f"{what}: {problem} They are taken as they are. For the evaluated weights name an export, such as the "
+            "folder checkpoint-model-... beside it, in init_weights_from."
+        )
 
 
 def _check_not_private(source: Path, stack: TrainerBackend) -> None:
@@ -189,13 +202,11 @@ def check_resumable(
             f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
             "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
         )
-    check_plan(checkpoint, plan, state, log, length_may_change=length_may_change)
+    check_plan(checkpoint, plan, state, length_may_change=length_may_change)
     if state.seed != context.args.seed and must_have_settings(checkpoint, context):
         raise CheckpointMismatchError(
             f"the run in this folder began with seed={state.seed}, and seed={context.args.seed} was given. {OTHER_RUN}"
         )
-    if state.seed != context.args.seed:
-        log.warning(f"the run began with seed={state.seed} and goes on with it; seed={context.args.seed} is not used.")
 
 
 def must_have_settings(checkpoint: Checkpoint, context: RunContext) -> bool:
@@ -205,53 +216,6 @@ def must_have_settings(checkpoint: Checkpoint, context: RunContext) -> bool:
     """
     ranks = (checkpoint.rng_state or {}).get("ranks", ())
     return context.args.resume == "auto" and len(ranks) == context.world.size
-
-
-SAMPLES = "samples"
-"""The key in a checkpoint's metadata of the hashes of three fixed samples of the dataset."""
-
-
-def hash_samples(samples: Samples) -> dict[str, str]:
-    """One hash a sample, for the metadata of a checkpoint."""
-    return {index: hash_text(repr(numbers)) for index, numbers in samples.items()}
-
-
-def comparable_samples(data: TrainingData, *, within: bool) -> dict[str, str]:
-    """The hashes for a checkpoint within an epoch, or between two.
-
-    Between epochs there are none where the samples have changed since the run was made, since they may change again.
-    """
-    return hash_samples(data.epoch_hashes) if within or data.epoch_hashes == data.sample_hashes else {}
-
-
-def warn_of_other_samples(before: Mapping[str, str], data: TrainingData, context: RunContext, *, within: bool) -> None:
-    """Warn if an epoch that resumes has other samples than when the checkpoint was written, or in another order.
-
-    Args:
-        before: the hashes in the checkpoint.
-        data: has been asked for the data of the epoch.
-        context: of the run.
-        within: whether the checkpoint lies within the epoch. Otherwise what began the epoch may have changed the data.
-    """
-    if not before:
-        return
-    known = [hash_samples(data.epoch_hashes), *([] if within else [hash_samples(data.sample_hashes)])]
-    if any(all(now.get(i, one) == one for i, one in before.items()) for now in known):
-        return
-    from trainstack.trainer.data.fixed_samples import random_places
-
-    random, is_unchanged = random_places(data.loader, context.state.seed)
-    now = known[0]
-    differing = [index for index, one in before.items() if now.get(index, one) != one and not random.get(index)]
-    if differing and is_unchanged:
-        harm = "Samples that were trained on may come again in this epoch, and others never. "
-        context.log.warning(
-            f"the training data set is not what it was when the checkpoint was written: of the samples "
-            f"{', '.join(before)}, which are compared, {', '.join(differing)} differ{'s' * (len(differing) == 1)}. "
-            f"{harm if within else 'If the module does not choose its data by epoch: '}"
-            f"{'C' if within else 'c'}heck that files are listed in a fixed order (sorted) and that the data and its "
-            "preprocessing are the same."
-        )
 
 
 def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -> None:
@@ -272,60 +236,18 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
             )
 
 
-def warn_of_differences(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Warn if the checkpoint was written under another backend, number of processes or settings of the CPU."""
-    # layers without a state, such as 'bf16', leave no trace by which a change could be refused
-    spec, log, now = context.stack.spec, context.log, context.world.size
-    written = (checkpoint.metadata or {}).get("backend", spec)
-    if written.partition("-")[2] != spec.partition("-")[2]:
-        log.warning(f"the checkpoint was written under backend {written!r}; the run goes on under {spec!r}.")
-    before = len((checkpoint.rng_state or {}).get("ranks", ())) or now
-    if before != now:
-        log.warning(
-            f"the checkpoint was written by {before} process{'es' if before > 1 else ''}; the run goes on in {now}. "
-            "Each step has the same samples; random numbers in the model (dropout) are others, and sums are rounded in "
-            f"another order. For the same bits, resume on {before}."
-        )
-    _warn_of_cpu(checkpoint, context)
-    precision = (checkpoint.metadata or {}).get("float32_matmul_precision")
-    current = precision_in_force(context.args.float32_matmul_precision)
-    if precision not in (None, current):
-        log.warning(
-            f"the checkpoint was written with float32_matmul_precision={precision!r}; the run goes on with "
-            f"{current!r}, and rounds products of matrices in another way."
-        )
-
-
-def _warn_of_cpu(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Warn if sums on the CPU may be rounded in another order than before; all processes call it."""
-    before = (checkpoint.metadata or {}).get("cpu") or {}
-    now = merge_settings(context.world.comm.gather(cpu_settings(), "resuming"))
-    differing = [name for name in now if name in before and before[name] != now[name]]
-    if not differing or context.world.device.type != "cpu":
-        return
-    had, has = (", ".join(_describe_setting(name, side[name]) for name in differing) for side in (before, now))
-    one_number = "threads" in differing and isinstance(before["threads"], int)
-    advice = f" To keep the same bits, set OMP_NUM_THREADS={before['threads']}." if one_number else ""
-    context.log.warning(
-        f"the checkpoint was written with {had} of torch on the CPU; the run goes on with {has}. The result may differ "
-        f"in the last bits.{advice}"
-    )
-
-
-def _describe_setting(name: str, value: Any) -> str:
-    if name == "capability":
-        return f"instructions {value}"
-    return f"{value} {name.removesuffix('s') if value == 1 else name}"
-
-
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Give the module a copy of its state, so that what the module then writes to it does not change the checkpoint.
+
+    Without a state `update_state` is not called.
 
     Raises:
         CheckpointMismatchError: the checkpoint is of another model.
     """
+    if checkpoint.module_interface_state is None:
+        return
     try:
-        module.update_state(copy_for_module(module, checkpoint.module_interface_state))  # type: ignore[operator]
+        update_module(module, checkpoint.module_interface_state)
     except RuntimeError as error:
         what = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(
@@ -334,10 +256,8 @@ def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
         ) from error
 
 
-def check_plan(
-    checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, log: RunLogger, *, length_may_change: bool = False
-) -> None:
-    """Refuse to go on in the middle of an epoch over other data, and say what else is not as it was.
+def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, *, length_may_change: bool = False) -> None:
+    """Refuse to go on in the middle of an epoch over other data.
 
     Raises:
         CheckpointMismatchError: the data set has another length than when the checkpoint was written.
@@ -351,18 +271,8 @@ def check_plan(
                 f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
                 "the same train_batch_size, gpu_batch_size_limit and processes."
             )
-    batch = planned.get("global_batch", plan.global_batch)
-    if batch != plan.global_batch:
-        log.warning(
-            f"the checkpoint's run trained on {batch} samples a step; train_batch_size={plan.global_batch} makes this "
-            "another training from here on. The order of the samples is kept."
-        )
     before, now = planned.get("samples_per_epoch"), plan.samples_per_epoch
-    if before is None or now is None or before == now:
-        return
-    if not state.steps_in_epoch:
-        log.warning(f"the data set had {before} samples when the checkpoint was written, and now has {now}.")
-    elif not length_may_change:
+    if state.steps_in_epoch and None not in (before, now) and before != now and not length_may_change:
         raise CheckpointMismatchError(
             f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
             f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."

@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shutil import copytree
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
-from trainstack._files import is_address, local_path, remote_address
-from trainstack._keywords import keywords_taken
-from trainstack.backends import Communicator, World
+from trainstack._files import is_address, local_path
 from trainstack.checkpointing import (
     Checkpoint,
     CheckpointInfo,
     DefaultCheckpointer,
+    WarmStartReport,
     lease_file,
-    list_checkpoints,
-    push_to_hub,
+    warm_start,
     write_checkpoint,
 )
-from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.directory import read_entry
-from trainstack.checkpointing.encoding import StateEncoder
-from trainstack.checkpointing.remote.fetching import fetch, upload_export
+from trainstack.checkpointing.integrity.lineage import Lineage
+from trainstack.checkpointing.reading import read_deferred, read_deferred_model
+from trainstack.checkpointing.remote.fetching import fetch
 from trainstack.checkpointing.remote.mirror import Mirror
-from trainstack.checkpointing.weights import find_part, read_weights, require_hub, write_export
-from trainstack.errors import CheckpointError, ConfigurationError, LeaseError, PeerError, annotate
+from trainstack.checkpointing.sharded.rows import divides_rows
+from trainstack.checkpointing.verification import open_checkpoint
+from trainstack.checkpointing.weights import read_weights
+from trainstack.errors import CheckpointError, LeaseError, annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.core.module_extras import EXTRAS
-from trainstack.trainer.core.plan import TrainingPlan
-from trainstack.trainer.core.random_state import capture_rng
+from trainstack.trainer.core.shards import ShardGatherer, gather_shards, has_shards, states_of
 from trainstack.trainer.events import Event
 from trainstack.trainer.resume.leasing import DirectoryOwner, writes_files
-from trainstack.trainer.resume.module_generators import GENERATORS, get_generator_states, warn_of_unreachable
-from trainstack.trainer.resume.own_states import CALLBACKS, DIFFERING, LAYERS, MODULE, USER, comparable
-from trainstack.trainer.resume.rank_states import describe_place, divide_by_rank
+from trainstack.trainer.resume.lineage import ancestors_of, begin_lineage
+from trainstack.trainer.resume.loading import LOADING, Reopen, load_on_all, with_own_values
+from trainstack.trainer.resume.rank_zero import wait_for_all_ranks, wait_for_rank_zero
+from trainstack.trainer.resume.resume_changes import note_changes
+from trainstack.trainer.resume.sharded_saving import save_by_rows, saves_by_rows
+from trainstack.trainer.resume.streamed_start import can_stream, load_streamed
 from trainstack.trainer.run_directory import shortest
 from trainstack.trainer.run_record import read_record
-from trainstack.trainer.torch_settings import cpu_settings, merge_settings, precision_in_force
 
 
 class SaveTimeBudget:
@@ -84,7 +79,7 @@ Result = TypeVar("Result")
 
 
 TakeCheckpoint = Callable[..., Checkpoint]
-"""`Run.take_checkpoint` with what the trainer adds to it."""
+"""`take_checkpoint` of `run_states.py` with what the trainer adds to it."""
 
 
 class Saver:
@@ -132,8 +127,13 @@ class Saver:
         with self.owner.held_for_writing():
             self.claim_directory()
             with context.events.trained_weights():
-                checkpoint = self._capture()
-                self.saved_as = self.run_on_rank_zero(lambda: self._hand_over(checkpoint, force), "saving a checkpoint")
+                by_rows = saves_by_rows(context)
+                checkpoint, gatherer = self._capture(by_rows=by_rows)
+                if by_rows:
+                    self.saved_as = self._hand_over_rows(checkpoint, force)
+                else:
+                    hand_over = partial(self._hand_over, checkpoint, force)
+                    self.saved_as = self.run_on_rank_zero(hand_over, "saving a checkpoint", gatherer)
             self.saved_at = place
             if not self._training:
                 self.finish()
@@ -144,21 +144,52 @@ class Saver:
         """Tell the subscribers of the main process which checkpoints have become safe."""
         saved = self._context.directory.saved_paths
         while saved and self._context.world.is_main:
-            self._context.events.fire(Event.CHECKPOINT_SAVED, saved.popleft())
+            path = saved.popleft()
+            self._context.note_saved(path)
+            self._context.events.fire(Event.CHECKPOINT_SAVED, path)
 
-    def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
+    def _hand_over_rows(self, checkpoint: Checkpoint, force: bool) -> str | None:
+        self.run_on_rank_zero(self._prepare_save, "saving a checkpoint")
+        try:
+            return save_by_rows(self._context, checkpoint, force, self.run_on_rank_zero)
+        except Exception:
+            self.saved_at = None
+            raise
+
+    def _prepare_save(self) -> None:
         self.owner.check()
         self._context.sync_logs()  # a checkpoint is not more durable than the logs that belong to it
+
+    def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
+        self._prepare_save()
         path = self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
         if not isinstance(self._context.checkpointer, DefaultCheckpointer):  # which tells by itself when one is safe
             self._context.directory.note_save(path)
         return path
 
-    def _capture(self) -> Checkpoint:
+    def _capture(self, *, everywhere: bool = False, by_rows: bool = False) -> tuple[Checkpoint, ShardGatherer | None]:
+        """The state of now, and what makes its sharded tensors whole while the main process writes them.
+
+        Where another process than the main one writes, `everywhere`, and where a subscriber sees the checkpoint, they
+        are whole already, on each process that needs them. Where each process writes its rows, `by_rows`, those that
+        are divided by rows stay sharded, and the others are whole on all.
+        """
+        context = self._context
         pinned, self.pending_pin = self.pending_pin, False
-        checkpoint = self._take_checkpoint(pinned=pinned)
-        self._context.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
-        return checkpoint
+        checkpoint, gatherer = self._take_checkpoint(pinned=pinned, everywhere=everywhere or by_rows), None
+        if by_rows:
+            states = gather_shards(states_of(checkpoint), keep=True, which=lambda tensor: not divides_rows(tensor))
+            checkpoint = replace(checkpoint, **states)
+        elif has_shards(context.module):
+            keep = context.world.is_main or (everywhere and context.world.local_rank == 0)
+            if everywhere or context.events.has_foreign(Event.SAVE_CHECKPOINT):
+                main_of = None if everywhere else context.world
+                checkpoint = replace(checkpoint, **gather_shards(states_of(checkpoint), keep=keep, main_of=main_of))
+            else:
+                gatherer = ShardGatherer(states_of(checkpoint), context.world)
+                checkpoint = replace(checkpoint, **gatherer.state)
+        context.events.fire(Event.SAVE_CHECKPOINT, checkpoint)
+        return checkpoint, gatherer
 
     def save_requested(self) -> None:
         """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
@@ -166,17 +197,19 @@ class Saver:
         world = self._context.world
         for path, once in asked:
             with self._context.events.trained_weights():
-                checkpoint, target = self._capture(), local_path(path).absolute()
-            if once == "world":
-                self.run_on_rank_zero(partial(self._write_at, target, checkpoint), "saving a checkpoint")
-                continue
-            failure = None
-            try:
-                if world.local_rank == 0:
-                    self._write_at(target, checkpoint)
-            except Exception as error:
-                failure = error
-            world.comm.raise_if_any(failure, "saving a checkpoint")
+                (checkpoint, gatherer), target = self._capture(everywhere=once != "world"), local_path(path).absolute()
+                write = partial(self._write_at, target, checkpoint)
+                if once == "world":
+                    self.run_on_rank_zero(write, "saving a checkpoint", gatherer)
+                    continue
+                failure = None
+                with wait_for_all_ranks(world, "saving a checkpoint", self._context.args.rank_zero_timeout_s):
+                    try:
+                        if world.local_rank == 0:
+                            write()
+                    except Exception as error:
+                        failure = error
+                world.comm.raise_if_any(failure, "saving a checkpoint")
 
     def _write_at(self, target: Path, checkpoint: Checkpoint) -> None:
         """Write `checkpoint` as `target`, unless that would interfere with another run.
@@ -184,8 +217,9 @@ class Saver:
         Raises:
             CheckpointError: `target` is a checkpoint of another run, or another process owns its folder.
         """
-        checkpointer, lease = self._context.checkpointer, self._context.lease
-        own = checkpointer.run_id if isinstance(checkpointer, DefaultCheckpointer) else None
+        checkpointer, lease, own, sign = self._context.checkpointer, self._context.lease, None, None
+        if isinstance(checkpointer, DefaultCheckpointer):
+            own, sign = checkpointer.run_id, checkpointer.signer
         before = read_entry(target)
         if isinstance(before, CheckpointInfo) and before.run_id not in (None, own):
             raise CheckpointError(
@@ -198,7 +232,7 @@ class Saver:
                 f"save_checkpoint(path={str(target)!r}): {seen.words} owns {target.parent}, the folder of a run. Write "
                 "a path in another folder."
             )
-        write_checkpoint(checkpoint, target.parent, target.name)
+        write_checkpoint(checkpoint, target.parent, target.name, sign=sign)
 
     def stop_message(self) -> str:
         """After which step the run was stopped, where that is saved, and how to go on."""
@@ -211,100 +245,6 @@ class Saver:
         if self._context.args.resume != "auto":
             again += " with resume='auto', or --resume auto"
         return f"{stood}. {where}; to go on, {again}"
-
-    def save_model(
-        self,
-        plan: TrainingPlan,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        overwrite: bool = False,
-        part: str = "",
-        card: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Export the module's state and `plan` where the checkpointer puts exports, or to `path`, as `write_export`."""
-        context, state = self._context, self._context.state
-        about: dict[str, Any] = {"plan": plan.to_dict(), "global_step": state.global_step}
-        about["metadata"] = {**metadata_of(context), "module": type(context.module).__name__}
-        if context.stack.is_private:
-            about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
-        options: dict[str, Any] = {"part": part, "card": card, "run_id": context.directory.run_id}
-        options["owner"] = find_part(context.module, part) if part else None
-        with context.events.optimizer_modes.evaluation():
-            module_state = dict(context.module.get_state())
-            context.events.fire(Event.SAVE_MODEL, module_state)
-            if path is None:
-                module_state, left_out = context.frozen.split(module_state)
-                about["metadata"] |= {LEFT_OUT: left_out} if left_out else {}
-            self._write_model(module_state, about, options, path, overwrite)
-
-    def _write_model(
-        self,
-        module_state: dict[str, Any],
-        about: dict[str, Any],
-        options: dict[str, Any],
-        path: str | os.PathLike[str] | None,
-        overwrite: bool,
-    ) -> None:
-        context = self._context
-
-        def write() -> str | None:
-            if path is None:
-                self.owner.check()
-                save = context.checkpointer.save_model
-                return save(module_state, context.state.last_epoch, **keywords_taken(save, about))
-            if is_address(path):
-                address = remote_address("path", path)
-                with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-                    made = write_export(module_state, Path(folder, address.rpartition("/")[2]), **about, **options)
-                    upload_export(made, address, overwrite=overwrite)
-            else:
-                write_export(module_state, path, overwrite=overwrite, **about, **options)
-            return self.exported_as
-
-        with self.owner.held_for_writing() if path is None else nullcontext():
-            if path is None and getattr(getattr(context.checkpointer, "args", None), "checkpoint", False):
-                self.claim_directory()
-            self.exported_as = self.run_on_rank_zero(write, "exporting the model")
-
-    def push_to_hub(
-        self,
-        plan: TrainingPlan,
-        repo_id: str,
-        *,
-        part: str,
-        card: Mapping[str, Any] | None,
-        include: Sequence[str],
-        **options: Any,
-    ) -> str:
-        """Export to a temporary folder and upload that, with what to `include`; see `Trainer.push_to_hub`."""
-        require_hub()
-        self.finish()
-        with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
-            path = Path(folder) / repo_id.rpartition("/")[2]
-            self.save_model(plan, path, part=part, card=card)
-
-            def push() -> str:
-                if "checkpoint" in include:
-                    copytree(self._newest_own(), path / "checkpoint")
-                if "logs" in include:
-                    self._context.directory.copy_logs(path / "logs")
-                return push_to_hub(path, repo_id, **options)
-
-            return self.run_on_rank_zero(push, f"pushing to {repo_id}")
-
-    def _newest_own(self) -> Path:
-        """The newest checkpoint that this run has written."""
-        checkpointer, run_id = self._context.checkpointer, self._context.directory.run_id
-        found: list[CheckpointInfo] = []
-        if isinstance(checkpointer, DefaultCheckpointer) and checkpointer.save_dir.is_dir():
-            found = [one for one in list_checkpoints(checkpointer.save_dir) if one.kind == "checkpoint"]
-        own = [one for one in found if one.run_id == run_id]
-        if not own:
-            raise ConfigurationError(
-                "push_to_hub(include=('checkpoint',)): this run has saved no checkpoint. Call trainer.save_checkpoint("
-                "force=True) before, with DefaultCheckpointerArguments(checkpoint=True)."
-            )
-        return own[-1].path
 
     def choose_directory(self, *, to_train: bool) -> None:
         """Let the main process choose the folder of the run, and tell all; own the directories to train in them."""
@@ -346,26 +286,58 @@ class Saver:
         context.directory.claim(context.args, continues=self._continues, earlier_records=count)
 
     def load(self) -> Checkpoint:
-        """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing."""
+        """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing.
+
+        The large tensors of the module, the optimizers and the callbacks are a `DeferredTensor`.
+        """
         context = self._context
         asked = () if context.args.resume is False else (context.directory.resume_from or context.args.resume,)
-        found: Any = self.run_on_rank_zero(partial(self._load, *asked), "loading a checkpoint")
+        lineage = Lineage()
+
+        def load() -> tuple[Checkpoint, Path | None]:
+            nonlocal lineage
+            found, path = self._load(*asked)
+            lineage = ancestors_of(found, path, context.args.resume_mode)
+            return found, path
+
+        loaded = self._load_on_all(load, read_deferred)
+        if not loaded.is_empty:  # else weights that were taken for an evaluation before stay the parent
+            begin_lineage(context, Lineage.from_json(self.run_on_rank_zero(lineage.to_json, LOADING)))
         checkpointer = context.checkpointer
         own = checkpointer.loaded_own if isinstance(checkpointer, DefaultCheckpointer) else True
-        self._continues = own and not found.is_empty and context.args.resume_mode == "full"
-        return found if context.world.is_main else Checkpoint(**vars(found))  # fields travel, classes do not
+        self._continues = own and not loaded.is_empty and context.args.resume_mode == "full"
+        return with_own_values(loaded, context.world)
 
-    def _load(self, *asked: bool | str | os.PathLike[str]) -> Checkpoint:
+    def _load(self, *asked: bool | str | os.PathLike[str]) -> tuple[Checkpoint, Path | None]:
         context, mirror = self._context, self._context.directory.mirror
         asked = tuple(_located(one, mirror) for one in asked)
         if mirror is not None and not context.args.overwrite and (asked or context.lease is not None):
             mirror.pull(asked[0] if asked else False)
         self._context.directory.look_for_recorded_run()
-        return self._context.checkpointer.load(*asked)
+        checkpointer = self._context.checkpointer
+        if isinstance(checkpointer, DefaultCheckpointer):
+            return checkpointer.load_deferred(*asked)
+        return checkpointer.load(*asked), None
 
-    def read_weights(self, path: str | os.PathLike[str]) -> dict[str, Tensor]:
-        """The tensors at `path`, by name."""
-        return self.run_on_rank_zero(lambda: read_weights(path), "reading the weights to begin with")
+    def load_weights(self, path: Path) -> WarmStartReport:
+        """Load what fits of the tensors at `path` into the module; all ranks call it. User code gets all at once."""
+        context, what = self._context, "reading the weights to begin with"
+        if can_stream(context.module):
+            return load_streamed(context, self.run_on_rank_zero, path)
+        weights = self.run_on_rank_zero(lambda: read_weights(path), what)
+        return warm_start(context.module, weights, strict=context.args.init_weights_strict, name=os.fspath(path))
+
+    def load_model(self, path: str | os.PathLike[str]) -> Any:
+        """The module's state in the export or checkpoint at `path`, on all ranks; large tensors are deferred."""
+
+        def load() -> tuple[Checkpoint, Path]:
+            return read_deferred_model(path), open_checkpoint(path)[0]
+
+        return self._load_on_all(load, read_deferred_model).module_interface_state
+
+    def _load_on_all(self, load: Callable[[], tuple[Checkpoint, Path | None]], reopen: Reopen) -> Checkpoint:
+        context = self._context
+        return load_on_all(load, reopen, context.world, self.run_on_rank_zero, context.args.rank_zero_timeout_s)
 
     def fetch(self, address: str) -> Path:
         """The local copy of what lies at `address`, which the main process downloads."""
@@ -401,6 +373,7 @@ class Saver:
             if writes_files(self._context):
                 self._claim()
             self._context.directory.begin(self._context.args)
+            note_changes(self._context)
 
         self.run_on_rank_zero(begin, "claiming the folder of the run")
         if self._context.world.is_main:
@@ -411,6 +384,8 @@ class Saver:
     def finish(self) -> None:
         """Wait until all checkpoints are safe, and raise what has failed."""
         self.run_on_rank_zero(self._context.checkpointer.finish, "finishing the checkpoints")
+        if not self._context.world.is_main and saves_by_rows(self._context):
+            self._context.checkpointer.finish()  # its own part of a sharded checkpoint was written in the background
         self._training = False
         self._record_save_time()
         self._announce_saved()
@@ -450,21 +425,26 @@ class Saver:
         context = self._context
         self.save_time_budget.record(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
 
-    def run_on_rank_zero(self, function: Callable[[], Result], what: str) -> Result:
+    def run_on_rank_zero(
+        self, function: Callable[[], Result], what: str, gatherer: ShardGatherer | None = None
+    ) -> Result:
         """Let the main process do something; the others get its result, or learn of its failure.
 
         The others wait in the store, not in a collective, so the time that the main process needs for its files does
-        not count towards the time limit of collectives.
+        not count towards the time limit of collectives. With a `gatherer` they help to make the tensors whole that the
+        main process uses.
 
         Raises:
             PeerError: the main process failed, or was not done after `args.rank_zero_timeout_s`.
         """
         world, longest_s = self._context.world, self._context.args.rank_zero_timeout_s
         result, failure = None, None
-        with wait_for_rank_zero(world, what, longest_s):
+        answer = None if gatherer is None else gatherer.answer
+        with wait_for_rank_zero(world, what, longest_s, answer) as ask:
             if world.is_main:
                 try:
-                    result = function()
+                    with nullcontext() if gatherer is None else gatherer.serving(ask):
+                        result = function()
                 except Exception as error:
                     failure = error
         try:
@@ -485,82 +465,6 @@ def _located(resume: bool | str | os.PathLike[str], mirror: Mirror | None) -> bo
     if place in ("", "checkpoints", "checkpoints/last", "checkpoints/best"):
         return "best" if place.endswith("best") else True
     return fetch(address, mirror.folder / Path(place).parent)
-
-
-_BEAT_S = 1.0
-"""How often rank 0 tells the others that it is alive, while it reads or writes files."""
-
-_SILENCE_S = 5.0
-"""Without a beat for so long, the others go to the collective. There they find out whether rank 0 has ended."""
-
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.5
-"""Between two looks at the store; the pause doubles. There is one store for all ranks."""
-
-_waits: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
-"""How often the ranks of a communicator have waited for rank 0; the same number on all ranks."""
-
-
-@contextmanager
-def wait_for_rank_zero(world: World, what: str, longest_s: float) -> Iterator[None]:
-    """A block that rank 0 carries out; the others pass through it at once and wait at its end. All ranks enter it.
-
-    The wait ends when rank 0 has left the block, when it has sent no heartbeat for some seconds, or when the store
-    is gone. In the last two cases the collective that follows reports what happened, within its own time limit.
-
-    Args:
-        world: of this rank.
-        what: what rank 0 does, for the message.
-        longest_s: seconds after which a rank gives up although rank 0 is alive.
-
-    Raises:
-        PeerError: rank 0 is alive, and was not done after `longest_s`.
-    """
-    if world.size == 1:
-        yield
-        return
-    number = _waits[world.comm] = _waits.get(world.comm, 0) + 1
-    key = f"rank-zero/{number}"
-    if not world.is_main:
-        yield
-        _wait_for_beats(world, key, what, longest_s)
-        return
-    done = threading.Event()
-    heart = threading.Thread(target=_beat, args=(world.comm, key, done), name="trainstack-heartbeat", daemon=True)
-    heart.start()
-    try:
-        yield
-    finally:
-        done.set()
-        with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
-            world.comm.put(f"{key}/done", "")
-
-
-def _beat(comm: Communicator, key: str, done: threading.Event) -> None:
-    beats = 0
-    with suppress(RuntimeError):
-        while not done.wait(_BEAT_S):
-            beats += 1
-            comm.put(f"{key}/beat", str(beats))
-
-
-def _wait_for_beats(world: World, key: str, what: str, longest_s: float) -> None:
-    began = heard = now = time.monotonic()
-    last, pause, longest_pause = None, _FIRST_PAUSE_S, max(_LAST_PAUSE_S, world.size / 200)
-    with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
-        while now - began <= longest_s:
-            if world.comm.get_if_all([f"{key}/done"]) is not None:
-                return
-            now, beat = time.monotonic(), world.comm.get_if_all([f"{key}/beat"])
-            heard, last = heard if beat == last else now, beat
-            if now - heard > _SILENCE_S + 2 * longest_pause:
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, longest_pause)
-    if now - began > longest_s:
-        raise PeerError(
-            f"rank {world.rank} has waited {longest_s:g} s for rank 0, which is alive and not done with {what}. "
-            "Look at the file system that it uses, or write a longer TrainerArguments(rank_zero_timeout_s=...)."
-        )
 
 
 def save_after_exception(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
@@ -592,114 +496,3 @@ def save_after_exception(error: BaseException, context: RunContext, take: TakeCh
     thread.join(within_s)
     if thread.is_alive():
         log.warning(f"could not save after the exception within {within_s:g} s; the device may be stuck.")
-
-
-def make_checkpoint(
-    context: RunContext,
-    plan: TrainingPlan,
-    get_state: Callable[[], Mapping[str, Any]],
-    epoch_rng: Mapping[str, Any] | None,
-    loader_state: Mapping[str, Any] | None,
-    begin: Mapping[str, Any] | None = None,
-    *,
-    pinned: bool = False,
-    after: BaseException | None = None,
-) -> Checkpoint:
-    """Everything that a run needs to go on from here; tensors are the live ones.
-
-    The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
-
-    `get_state` is called after the processes have met. After an exception, `after`, the other processes are not asked
-    for anything, so there are no random states, and no states of other ranks. `begin` is what `Beginnings.old_states`
-    returns; like the random states, it is kept for each rank.
-    """
-    rng: dict[str, Any] = {"begin": begin}
-    if not context.stack.is_private:  # a private run stores no random states: they show its draws
-        rng |= {"now": capture_rng(context.world.device), "epoch": epoch_rng}
-        rng[GENERATORS] = get_generator_states(context)
-    mine = (rng, loader_state, cpu_settings())
-    ranks = context.world.comm.gather(mine, "taking a checkpoint") if after is None else []
-    loaders = [loader for _, loader, _ in ranks]
-    aside: dict[str, Any] = {"cpu": merge_settings([cpu for *_, cpu in ranks] or [cpu_settings()])}
-    aside["float32_matmul_precision"] = precision_in_force(context.args.float32_matmul_precision)
-    aside |= {"pinned": True} if pinned else {}
-    if after is not None:
-        # The message of an exception may hold values of records.
-        aside[EXCEPTION] = type(after).__name__ + ("" if context.stack.is_private else f": {after}")
-    states, rank_states, differing = _states_of(context, by_rank=after is None)
-    module_state, left_out = context.frozen.split(states[MODULE])
-    aside |= {LEFT_OUT: left_out} if left_out else {}
-    own = {"user": states[USER], EXTRAS: states[EXTRAS]} | ({"loaders": loaders} if any(loaders) else {})
-    own |= {DIFFERING: differing} if differing else {}
-    return Checkpoint(
-        module_interface_state=module_state,
-        trainer_state={**get_state(), **own},
-        trainer_backend_state=states[LAYERS],
-        rng_state={"ranks": [rng for rng, *_ in ranks]} if after is None else None,
-        history_state=context.history.get_state(),
-        callback_states=states[CALLBACKS],
-        plan=plan.to_dict(),
-        global_step=context.state.global_step,
-        metadata=metadata_of(context) | aside,
-        rank_states=rank_states,
-    )
-
-
-def _states_of(context: RunContext, *, by_rank: bool) -> tuple[dict[str, Any], list[dict[str, Any]] | None, list[str]]:
-    """The states that may differ between ranks, the part of each rank, and the names of the leaves that do differ.
-
-    The parameters are left out: they were compared bit by bit.
-    """
-    states = {
-        MODULE: context.module.get_state(),
-        CALLBACKS: context.events.get_state(),
-        USER: context.user_state.get_state(),
-        LAYERS: context.stack.get_state(),
-        # Records may have had an influence on them, so a private run stores none.
-        EXTRAS: None if context.stack.is_private else context.extras.get_state(),
-    }
-    if not by_rank:
-        return states, None, []
-    parts, places = divide_by_rank(context.world.comm, comparable(states, context.stack), context.module.parameters())
-    names = [describe_place(place) for place in places]
-    buffers = {name for name, _ in context.module.named_buffers()} & {p[-1] for p in places if p[0] == MODULE}
-    if buffers and not context.said_of_buffers:
-        context.said_of_buffers = True
-        context.log.warning(
-            f"the buffers {', '.join(sorted(buffers))} differ between the ranks. A checkpoint keeps those of each "
-            "rank, and a resume needs the same number of ranks; an export has those of rank 0. Let "
-            "ddp synchronise buffers to train with those of rank 0 on all ranks."
-        )
-    return states, parts, names
-
-
-def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any]]) -> None:
-    """Find a state that a checkpoint cannot hold before the first step; encodes all of it, and copies no tensors.
-
-    Raises:
-        UnsupportedStateError: naming the place in the state and the type found there.
-    """
-    checkpointer = context.checkpointer
-    if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.is_due(0, force=True):
-        return  # others may hold other values
-    try:
-        states = {**_states_of(context, by_rank=False)[0], "trainer_state": get_state()}
-        states[MODULE], _ = context.frozen.split(states[MODULE])
-    except Exception:  # a state may need what the first hook makes; then the first save tells
-        return
-    encoder = StateEncoder()
-    for name, state in states.items():
-        encoder.encode(state, root=name)
-    warn_of_unreachable(context)
-
-
-def metadata_of(context: RunContext) -> dict[str, Any]:
-    """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
-    a private run has promised so far. Of a private run only metrics that are public or covered: exports are shared."""
-    metrics, stack = context.history.usable_values_at(context.state.global_step), context.stack
-    facts = {"backend": stack.spec, "epoch": context.state.epoch, "metrics": metrics}
-    return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})
-
-
-EXCEPTION = "exception"
-"""The key in a checkpoint's metadata of what went wrong before it was written."""

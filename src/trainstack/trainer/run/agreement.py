@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainstack._tensor_classes import is_sharded
 from trainstack.backends import Workload, World
 from trainstack.backends.processes.packing import broadcast_coalesced
 from trainstack.checkpointing import DefaultCheckpointer
@@ -33,6 +34,7 @@ MAY_DIFFER: Mapping[str, str] = {
     "output_dir": "rank 0 writes",
     "overwrite": "rank 0 writes",
     "checkpointer_args.save_dir": "rank 0 writes",
+    "checkpointer_args.sign_key": "rank 0 signs",
     "writers": "rank 0 writes",
     "writer_args": "rank 0 writes",
     "report": "rank 0 writes",
@@ -134,7 +136,8 @@ def _structure(module: nn.Module) -> Items:
 
 
 def _layout(tensor: Tensor) -> str:
-    return f"{'no shape' if is_lazy(tensor) else tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+    shape = "no shape" if is_lazy(tensor) else str(tuple(tensor.shape))
+    return f"{shape}, {str(tensor.dtype).removeprefix('torch.')}{' on the meta device' if tensor.is_meta else ''}"
 
 
 def share_initial_values(context: RunContext) -> int:
@@ -159,8 +162,9 @@ def share_initial_values(context: RunContext) -> int:
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Those that are to be the same on all ranks; a layer that shards tensors has shared their values before."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: t for name, t in named if not is_lazy(t)}
+    return {name: t for name, t in named if not is_lazy(t) and not is_sharded(t)}
 
 
 def differing_tensors(module: nn.Module, world: World) -> list[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainstack.backends import Borrowed, TrainerBackend, Workload
+from trainstack.backends import Borrowed, Workload
 from trainstack.backends.losses import find_loss, loss_item
 from trainstack.stage import Stage
+from trainstack.trainer.core.borrowing import muted_log, restored_after
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
-from trainstack.trainer.core.random_state import capture_rng, restore_rng
 from trainstack.trainer.core.state import RunState
 from trainstack.trainer.evaluation.collector import OutputCollector
 
@@ -20,7 +20,7 @@ BorrowedPass = Callable[[Borrowed, Workload, bool, Callable[..., Any], Callable[
 
 
 def bind_borrowed_pass(
-    stack: TrainerBackend,
+    accumulate: Callable[[Workload, bool], AbstractContextManager[Any]],
     work: Workload,
     state: RunState,
     collectors: Sequence[OutputCollector],
@@ -31,7 +31,8 @@ def bind_borrowed_pass(
     Buffers, random states, logs and outputs are restored. Plain attributes that user code writes are not.
 
     Args:
-        stack, work, state: of the loop.
+        accumulate: the verb.
+        work, state: of the loop.
         collectors: get the structure of the outputs, without a row.
         end_backward: called after the backward pass; may be None.
     """
@@ -42,7 +43,7 @@ def bind_borrowed_pass(
     ) -> None:
         number = state.global_step + 1
         with muted_log(work.module, state):
-            with restored_after(work, state, snapshot) as begin, stack.accumulate(work, last):
+            with restored_after(work, state, snapshot) as begin, accumulate(work, last):
                 outputs = forward(work, Stage.TRAIN, Borrowed(borrowed.batch, begin), number)
                 loss = _loss_of(outputs)
                 backward(work, loss, 0.0)
@@ -53,36 +54,6 @@ def bind_borrowed_pass(
         state.micro_batch += 1
 
     return run
-
-
-def muted_log(module: nn.Module, state: RunState) -> AbstractContextManager[None]:
-    """A block in which `log` of `module` records nothing."""
-    sink = getattr(module, "_log_sink", None)
-    return nullcontext() if sink is None else cast(AbstractContextManager[None], sink.mute(state))
-
-
-@contextmanager
-def restored_after(work: Workload, state: RunState, snapshot: ModuleSnapshot) -> Iterator[Callable[[], None]]:
-    """A block for a borrowed micro-batch, after which random states and buffers are what they were.
-
-    It gives a function to call before the module sees the batch, after a layer has shared buffers.
-    """
-    device, kept = work.world.device, False
-    rng = capture_rng(device)
-    state.borrowed = True
-
-    def begin() -> None:
-        nonlocal kept
-        snapshot.keep()
-        kept = True
-
-    try:
-        yield begin
-    finally:
-        state.borrowed = False
-        if kept:
-            snapshot.restore()
-        restore_rng(rng, device)
 
 
 def _loss_of(outputs: Any) -> Tensor:

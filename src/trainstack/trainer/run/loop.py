@@ -31,7 +31,9 @@ from trainstack.trainer.events.loop_events import (
     with_batch_events,
     with_fetch_events,
 )
+from trainstack.trainer.reporting.loss_meter import learning_rates
 from trainstack.trainer.run.borrowed_pass import BorrowedPass, bind_borrowed_pass
+from trainstack.trainer.run.pass_record import PassVerbs
 from trainstack.trainer.run.train_loop import TrainLoop
 from trainstack.trainer.run.updates import StepUpdates
 
@@ -60,7 +62,8 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     buffers = ModuleSnapshot(loop.work.module)
     update = _bind_updates(loop) if loop.makes_updates else _bind_update(loop, buffers)
     _drop_foreign_gradients(loop)
-    collector = loop.epoch_outputs
+    collector, records, after_update = loop.epoch_outputs, loop.records_rates, loop.after_update
+    rates: Sequence[float | Tensor] = ()
     if collector is not None:
         collector.back_to_mark()
     for step_batches in with_fetch_events(steps, loop.bind):
@@ -69,6 +72,8 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         losses, norm, moved, end_step = update(step_batches)
         if state.global_step + 1 >= loop.next_measured_step:  # a log point
             meter.keep_rates(state.global_step + 1, loop.work.optimizers)  # before schedulers change them
+        if records:
+            rates = learning_rates(loop.work.optimizers)
         # Weights, schedulers and counters change together, before user code runs: a hook may raise.
         if moved:
             step_schedulers()
@@ -78,7 +83,9 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
         loop.is_torn = False
         if collector is not None:
             collector.mark()
-        meter.add_step(state, step_batches, losses, moved, norm)
+        meter.add_step(state, step_batches, losses, moved, norm, rates)
+        if after_update is not None:
+            after_update()
         end_step()
         loop.has_gradients = False
         if state.global_step >= loop.next_due_step:
@@ -93,7 +100,7 @@ what ends the step."""
 def _bind_update(loop: TrainLoop, buffers: ModuleSnapshot) -> Update:
     """One update a step."""
     stack, state, clip, workloads = loop.stack, loop.state, loop.stack.clip, _workloads(loop.work)
-    run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind(Event.BEFORE_OPTIMIZER_STEP)
+    run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind_before_update()
     end_update, end_skip = _bind_step_end(loop)
 
     def update(
@@ -129,7 +136,7 @@ def _bind_updates(loop: TrainLoop) -> Update:
         forward,
         backward,
         end_backward=loop.bind_end_backward(),
-        before_update=loop.bind(Event.BEFORE_OPTIMIZER_STEP),
+        before_update=loop.bind_before_update(),
         end_update=end_update,
         is_nonfinite=partial(_is_nonfinite, loop),
     )
@@ -144,9 +151,17 @@ def _workloads(work: Workload) -> tuple[tuple[Workload, Workload], tuple[Workloa
     return (work, work.without_grad_norm()), (uneven, uneven.without_grad_norm())
 
 
-def _borrowed_pass(loop: TrainLoop) -> BorrowedPass:
+def _borrowed_pass(loop: TrainLoop, verbs: PassVerbs) -> BorrowedPass:
     collectors = [one for one in (loop.step_outputs, loop.epoch_outputs) if one is not None]
-    return bind_borrowed_pass(loop.stack, loop.work, loop.state, collectors, loop.bind_end_backward())
+    return bind_borrowed_pass(verbs.accumulate, loop.work, loop.state, collectors, loop.bind_end_backward())
+
+
+def _pass_verbs(loop: TrainLoop) -> PassVerbs:
+    """The verbs of a pass; where some steps are run twice, those that record what they are given."""
+    stack = loop.stack
+    backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
+    verbs = PassVerbs(stack.accumulate, stack.forward, backward, scale_gradients)
+    return verbs if loop.verifier is None else loop.verifier.recording(verbs)
 
 
 def _drop_foreign_gradients(loop: TrainLoop) -> None:
@@ -167,10 +182,10 @@ def _bind_micro_batches(
 ) -> Callable[[StepBatches, Workload], list[Tensor | float]]:
     """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
     stack, state, fast = loop.stack, loop.state, loop.work.fast_paths
-    accumulate, train, find = stack.accumulate, Stage.TRAIN, _loss_finder(loop)
-    is_reduced, run_borrowed = loop.work.gradients_reduced_by is not None, _borrowed_pass(loop)
-    backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
-    forward, backward = with_batch_events(stack.forward, backward, loop.bind)
+    verbs = _pass_verbs(loop)
+    accumulate, train, find = verbs.accumulate, Stage.TRAIN, _loss_finder(loop)
+    is_reduced, run_borrowed = loop.work.gradients_reduced_by is not None, _borrowed_pass(loop, verbs)
+    forward, backward = with_batch_events(verbs.forward, verbs.backward, loop.bind)
     plain, observe = (forward, backward), _bind_observers(loop)
 
     def watch_passes(wrap: Callable[..., tuple[Any, Any]] | None) -> None:
@@ -187,7 +202,7 @@ def _bind_micro_batches(
                 if type(batch) is Borrowed:
                     run_borrowed(batch, work, last, forward, backward)
                     continue
-                _prepare_micro_batch(step_batches, weight, losses, work, buffers)
+                _prepare_micro_batch(step_batches, weight, losses, work, buffers, verbs)
                 with accumulate(work, last):
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
@@ -205,7 +220,7 @@ def _bind_micro_batches(
         _end_passes(stack, work, last, step_batches.scale)
         return losses
 
-    return run_micro_batches
+    return run_micro_batches if loop.verifier is None else loop.verifier.verifying(run_micro_batches)
 
 
 def _end_passes(stack: TrainerBackend, work: Workload, last: bool, scale: float) -> None:
@@ -316,13 +331,18 @@ def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
 
 
 def _prepare_micro_batch(
-    step_batches: StepBatches, weight: float, losses: Sequence[Any], work: Workload, buffers: ModuleSnapshot
+    step_batches: StepBatches,
+    weight: float,
+    losses: Sequence[Any],
+    work: Workload,
+    buffers: ModuleSnapshot,
+    verbs: PassVerbs,
 ) -> None:
     if not weight and not losses:  # perhaps the step counts nothing, and moves nothing
         buffers.keep()
     if step_batches.rescale != 1.0:
         work.params.refresh()
-        scale_gradients(work.params.all, step_batches.rescale)
+        verbs.scale(work.params.all, step_batches.rescale)
         step_batches.rescale = 1.0
 
 

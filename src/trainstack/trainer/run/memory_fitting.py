@@ -13,6 +13,7 @@ from trainstack.stage import Stage
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.order import mix
 from trainstack.trainer.core.several_updates import yields_updates
+from trainstack.trainer.core.shards import has_shards
 from trainstack.trainer.data.library_orders import LengthGroupedSampler
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.run.trial import restore_after
@@ -34,7 +35,8 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
     The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
 
     Raises:
-        ConfigurationError: the library does not know the samples of the training loader, or the run is private.
+        ConfigurationError: the library does not know the samples of the training loader, the run is private, or
+            the module is sharded.
         torch.OutOfMemoryError: not even one sample fits.
     """
     problem = data.training_set.problem
@@ -47,6 +49,11 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
         why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
         raise ConfigurationError(
             f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+        )
+    if has_shards(work.module):
+        raise ConfigurationError(
+            "fit_micro_batch=True: each pass of a sharded module waits for all processes, so that one without memory "
+            "would leave the others waiting. Write gpu_batch_size_limit=... instead."
         )
     first = data.plan.micro_batch
     while not _fits_everywhere(context, data, work):

@@ -63,6 +63,7 @@ class StepChecks:
         try:
             yield chain(self._first(islice(steps, left)), steps) if left > 0 else steps
             self._end_step()
+            self._check_updates()
         except Exception as error:
             self._annotate(error)
             raise
@@ -91,6 +92,8 @@ class StepChecks:
         watch, log = self._watch, self._context.log
         if watch is None or not watch.is_within:
             return
+        if not self._loop.asked_for:
+            self._check_updates()
         seen = watch.end_step()
         if seen & {"backward()", "zero_grad()"}:
             seen.discard("backward() or zero_grad()")
@@ -111,6 +114,18 @@ class StepChecks:
             )
         if missed is not None:
             self._said.add("gradients")
+
+    def _check_updates(self) -> None:
+        """Warn of optimizers that no step has asked for so far."""
+        loop = self._loop
+        left = [f"{i} ({type(one).__name__})" for i, one in enumerate(loop.work.optimizers) if i not in loop.asked_for]
+        if loop.makes_updates and left and "updates" not in self._said:
+            self._said.add("updates")
+            self._context.log.warning(
+                f"train_step has not yielded {'optimizers' if len(left) > 1 else 'optimizer'} {', '.join(left)} by "
+                f"global step {self._context.state.global_step}, so no update has changed what it trains. Write "
+                "`yield loss, position` with its position."
+            )
 
     def _unplug(self) -> None:
         watch, self._watch = self._watch, None
@@ -192,21 +207,23 @@ class _Watch:
         self._forget()
         self._handles: list[Any] = []
         for optimizer in loop.work.optimizers:
-            if _is_replaced(optimizer) or loop.makes_updates:  # it may be stepped several times
+            if _is_replaced(optimizer):
                 continue
             with suppress(AttributeError):  # one that does not call `Optimizer.__init__` has no place for hooks
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # a layer that ends `backward` computes gradients in `forward`
         ends_backward = any("backward" in layer.ends for layer in loop.stack.layers())
-        self._sees_gradients = not (ends_backward or loop.makes_updates)
+        self._sees_gradients = not ends_backward
         loop.watch_passes(self._watched)
+        loop.on_update = self._update
 
     def close(self) -> None:
         """Remove everything."""
         for handle in self._handles:
             handle.remove()
         self._loop.watch_passes(None)
+        self._loop.on_update = lambda optimizers: None
 
     def begin_step(self) -> None:
         """The next step begins."""
@@ -215,7 +232,7 @@ class _Watch:
 
     def _forget(self) -> None:
         self._seen, self._with_gradient = set[str](), set[int]()
-        self._calls = dict[int, int]()
+        self._calls, self._made = dict[int, int](), dict[int, int]()
         self._held: AbstractSet[int] = frozenset()
         self._skipped = self._context.state.skipped_steps
         self.stepping: Optimizer | None = None
@@ -224,21 +241,33 @@ class _Watch:
         """The step is over, with its hooks; what they did that the trainer does itself, as in `_EFFECTS`."""
         self.is_within = False
         moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
-        if any(count > 1 for count in self._calls.values()):
+        if any(count > self._made.get(key, 1) for key, count in self._calls.items()):
             self._seen.add("optimizer.step()")
         if self._loop.schedules.steps_by_hand():
             self._seen.add("scheduler.step()")
-        if moved and self.without_gradient is None and len(self._calls) == len(self._loop.work.optimizers):
+        whole = bool(self._made) or len(self._calls) == len(self._loop.work.optimizers)
+        if moved and self.without_gradient is None and whole:
             self.without_gradient = self._missed()
         return self._seen
+
+    def _update(self, optimizers: tuple[Optimizer, ...]) -> None:
+        """Of a step of several updates: these were stepped, and the gradients are dropped after this call."""
+        for optimizer in optimizers:
+            self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
+            held = (p for group in optimizer.param_groups for p in group["params"])
+            self._with_gradient.update(id(p) for p in held if p.grad is not None)
+        self._held = frozenset()
 
     def _missed(self) -> list[str]:
         # torch 2.13.0: there is no public way to ask for the hooks by which an optimizer steps in the backward pass.
         work = self._loop.work
+        stepped = [one for one in work.optimizers if not self._made or id(one) in self._made]
+        held = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
         return [
             self._names[id(p)]
             for p in work.optimized_params
             if p.requires_grad
+            and id(p) in held
             and id(p) not in self._with_gradient
             and id(p) in self._names
             and not getattr(p, "_post_accumulate_grad_hooks", None)
@@ -281,7 +310,8 @@ class _Watch:
         """
         params = self._loop.work.params
         found = {id(p): _place_and_version(p.grad) for p in (*params.all, *params.optimized) if p.grad is not None}
-        self._with_gradient.update(found)
+        if not self._loop.makes_updates:  # there a gradient counts for the optimizer that is stepped
+            self._with_gradient.update(found)
         return found
 
     def _before_step(self, optimizer: Optimizer, *given: Any) -> None:

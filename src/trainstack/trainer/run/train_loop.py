@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainstack.backends import TrainerBackend, Workload
 from trainstack.trainer.core.intervals import NEVER
@@ -18,6 +19,7 @@ from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.events.loop_events import Bind, chain, no_subscribers
 from trainstack.trainer.reporting.loss_meter import LossMeter
 from trainstack.trainer.resume.optimizer_states import OptimizerStates
+from trainstack.trainer.run.step_verifier import StepVerifier
 from trainstack.trainer.schedulers.stepping import Schedules
 
 
@@ -48,13 +50,20 @@ class TrainLoop:
         watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
             micro-batch of the epoch on; None for the bare verbs.
         makes_updates: whether the steps are run by `StepUpdates`.
+        asked_for: the positions of the optimizers that `StepUpdates` was to step so far.
+        on_update: called by `StepUpdates` before it drops gradients, with the optimizers that were stepped with them.
+        records_rates: whether the learning rates of each step are kept.
+        before_update: called with the optimizers that are about to be stepped, after all subscribers; None for nobody.
+        after_update: called after each global step, before its gradients are dropped; None for nobody.
         is_torn: whether a step has moved weights and not come to its end.
         has_gradients: whether there may be gradients that no finished step has zeroed.
+        verifier: runs some steps twice; None for none.
         failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
     """
 
     makes_updates: bool
     is_torn: bool
+    failed_in: int | None
     stack: TrainerBackend
     work: Workload
     hooks: Hooks
@@ -70,6 +79,10 @@ class TrainLoop:
     next_measured_step: int
     next_due_step: int
     inspect_loss: Callable[[Tensor], None] | None
+    verifier: StepVerifier | None
+    records_rates = False
+    before_update: Callable[[tuple[Optimizer, ...]], None] | None = None
+    after_update: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -86,7 +99,7 @@ class TrainLoop:
         inspect_loss: Callable[[Tensor], None] | None = None,
         reused_memory: bool = False,
     ) -> None:
-        self.makes_updates, self.is_torn = check_updates(work, list(stack.layers())), False
+        self.makes_updates, self.is_torn = check_updates(work, list(stack.layers()), skip_nonfinite), False
         self.stack, self.work, self.hooks, self.bind, self.inspect_loss = stack, work, hooks, bind, inspect_loss
         self.schedules = schedules or Schedules()
         self.schedules.around_step = stack.schedulers_step
@@ -106,15 +119,19 @@ class TrainLoop:
         )
         self.step_outputs = OutputCollector(device=None, reused_memory=reused_memory) if hooks.step_outputs else None
         self.epoch_outputs = OutputCollector(reused_memory=reused_memory) if keep_epoch_outputs else None
-        self.next_measured_step, self.next_due_step = 0, NEVER
-        self.has_gradients = True
+        self.next_measured_step, self.next_due_step, self.verifier = 0, NEVER, None
+        self.has_gradients, self.failed_in, self.asked_for = True, None, set[int]()
         self.on_due: Callable[[], None] = lambda: None
-        self.failed_in: int | None = None
         self.watch_passes: Callable[[Callable[..., tuple[Any, Any]] | None], None] = lambda wrap: None
+        self.on_update: Callable[[tuple[Optimizer, ...]], None] = lambda optimizers: None
 
     def bind_end_backward(self) -> Callable[..., Any] | None:
         """The hook and the subscribers of the end of a backward pass; None for nobody."""
         return chain(self.hooks.end_backward, self.bind(Event.AFTER_BACKWARD), slice(1, None))
+
+    def bind_before_update(self) -> Callable[..., Any] | None:
+        """The subscribers of the moment before optimizers are stepped, and `before_update`; None for nobody."""
+        return chain(self.bind(Event.BEFORE_OPTIMIZER_STEP), self.before_update)
 
     def wake(self) -> None:
         """Let `on_due` be called after the step under way; threads and signal handlers may call this."""

@@ -22,13 +22,17 @@ from trainstack.backends import Borrowed, Workload
 from trainstack.backends.losses import find_loss
 from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
+from trainstack.trainer.core.borrowing import muted_log, restored_after
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
-from trainstack.trainer.core.several_updates import NextPart, PartResult, check_closures, yields_updates
+from trainstack.trainer.core.several_updates import (
+    HOW_TO_YIELD,
+    NextPart,
+    PartResult,
+    check_closures,
+    yields_updates,
+)
 from trainstack.trainer.data.step_batches import StepBatches
-from trainstack.trainer.run.borrowed_pass import muted_log, restored_after
 from trainstack.trainer.run.train_loop import TrainLoop
-
-_YIELD = "Write `yield loss, optimizer`, or `yield loss` for all optimizers"
 
 
 class StepResult(NamedTuple):
@@ -98,11 +102,16 @@ class StepUpdates:
         end_update: Callable[[tuple[Optimizer, ...], bool], None],
         is_nonfinite: Callable[[StepBatches, Sequence[Tensor | float], Tensor | None], bool],
     ) -> None:
-        self._loop, self._stack, self._forward, self._backward = loop, loop.stack, forward, backward
+        self._loop, self._stack, self._plain = loop, loop.stack, (forward, backward)
+        self._forward, self._backward = self._plain
         self._end_backward, self._before_update, self._end_update = end_backward, before_update, end_update
         self._is_nonfinite = is_nonfinite
         self._snapshot, self._buffers = ModuleSnapshot(loop.work.module), ModuleSnapshot(loop.work.module)
         self._yields = yields_updates(loop.work.module)
+        loop.watch_passes = self._watch_passes
+
+    def _watch_passes(self, wrap: Callable[..., tuple[Any, Any]] | None) -> None:
+        self._forward, self._backward = self._plain if wrap is None else wrap(*self._plain)
 
     def run(self, step: StepBatches, work: Workload) -> StepResult:
         """Make the updates of a step.
@@ -211,13 +220,16 @@ class StepUpdates:
             )
             if position is None:
                 raise ModuleContractError(
-                    f"train_step yielded {one!r} as an optimizer. {_YIELD}; an optimizer is one of the {len(known)} "
-                    f"that get_optimizers_schedulers returned, or its position, from 0 to {len(known) - 1}."
+                    f"train_step yielded {one!r} as an optimizer. {HOW_TO_YIELD}; an optimizer is one of the "
+                    f"{len(known)} that get_optimizers_schedulers returned, or its position: 0 to {len(known) - 1}."
                 )
             found.append(position)
         return tuple(sorted(set(found)))
 
     def _run_backward(self, one: _Pass, work: Workload, loss: Tensor) -> None:
+        if (inspect := self._loop.inspect_loss) is not None and not one.borrowed:
+            self._loop.inspect_loss = None
+            inspect(loss)
         one.update_loss = loss.detach().clone()  # user code and optimizers may write to the loss later
         if one.weight or work.gradients_reduced_by is not None:  # all ranks run the same passes
             self._backward(work, loss, one.weight)
@@ -228,12 +240,13 @@ class StepUpdates:
         self, passes: Sequence[_Pass], step: StepBatches, work: Workload, request: _Request
     ) -> tuple[Tensor | None, bool]:
         """One update; returns the joint norm of its gradients, and whether it has moved weights."""
+        self._loop.asked_for.update(request.optimizers)
         optimizers = tuple(self._loop.work.optimizers[position] for position in request.optimizers)
         held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
         work = replace(work, optimizers=optimizers, params=work.params.clipping(held))
         norm: Tensor | None = None
         if request.closure:
-            check_closures(type(optimizers[0]).__name__, self._stack.layers())
+            check_closures(type(optimizers[0]).__name__, self._stack.layers(), self._loop.skip_nonfinite)
             closure = _Closure(self, passes, work)
             if not all(isinstance(one, LBFGS) for one in optimizers):  # it begins with an evaluation, others need one
                 closure()
@@ -241,7 +254,7 @@ class StepUpdates:
         else:
             norm = self._sum_and_clip(work)
         losses = [one.update_loss for one in passes if not one.borrowed]
-        if self._loop.skip_nonfinite and not request.closure and self._is_nonfinite(step, losses, norm):
+        if self._loop.skip_nonfinite and self._is_nonfinite(step, losses, norm):
             self._stack.skip(work)
             moved = False
         else:
@@ -249,6 +262,7 @@ class StepUpdates:
                 self._before_update(optimizers)
             moved = self._stack.step(work)
         self._loop.is_torn |= moved  # until the counters are moved on
+        self._loop.on_update(optimizers if moved else ())
         if not moved and self._loop.may_skip:
             self._buffers.restore()
         self._end_update(optimizers, moved)
@@ -261,6 +275,7 @@ class StepUpdates:
 
     def evaluate(self, passes: Sequence[_Pass], work: Workload) -> Tensor:
         """The loss of the step at the present weights, 0-dim; its gradients, summed and clipped, are in `.grad`."""
+        self._loop.on_update(())
         for parameter in work.params.all:
             parameter.grad = None
         total = torch.zeros((), device=work.world.device)
@@ -302,11 +317,33 @@ class _Closure:
 
 
 def _run_part(generator: Generator[Any, Any, Any]) -> PartResult:
-    """Run up to the next `yield`, or to the end."""
+    """Run up to the next `yield`, or to the end.
+
+    Raises:
+        ModuleContractError: the `yield` is in a block that changes a mode of torch. It would be left open in the other
+            micro-batches and in the update, and they close in another order than they open.
+    """
+    before = _modes()
     try:
-        return PartResult(False, next(generator))
+        yielded = next(generator)
     except StopIteration as end:
         return PartResult(True, end.value)
+    if _modes() != before:
+        generator.close()
+        raise ModuleContractError(
+            "train_step yields within a `with` block that changes the mode of gradients or of autocast, which would "
+            "last through the update and other micro-batches. End the block before the `yield`, and open it again "
+            "after it; for a whole run in bfloat16 write backend='sp-bf16'."
+        )
+    return PartResult(False, yielded)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What a `with` block may change: whether there are gradients, and autocast on each type of device here."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    casts = [(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
 
 
 def _hold(step: StepBatches) -> list[_Pass]:

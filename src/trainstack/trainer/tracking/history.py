@@ -347,20 +347,27 @@ class RunHistory:
                 waiting[column.name] -= 1
                 self._arrived.append(column)
 
+    def hint_for(self, name: str) -> str:
+        """What to write in place of `name`, which was not recorded: names like it, and all that there are."""
+        close = [known for known in sorted(self._columns) if known.endswith(f"/{name}")]
+        close = close or difflib.get_close_matches(str(name), self._columns, n=1)
+        return (f"Did you mean {close[0]!r}? " if close else "") + self._recorded()
+
+    def _recorded(self) -> str:
+        return f"Recorded: {', '.join(sorted(self._columns)) or 'nothing yet'}."
+
     def _column(self, name: str) -> MetricColumn:
         self._read_pending()
         column = self._columns.get(f"{self.metric_name_prefix}{name}") or self._columns.get(name)
         if column is None:
-            close = difflib.get_close_matches(str(name), self._columns, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            known = ", ".join(sorted(self._columns)) or "nothing yet"
+            hint = self.hint_for(name)
             if self.guard is not None and {name, f"{self.metric_name_prefix}{name}"} & self.guard.hidden:
                 hint = (
-                    " The run is private and does not record it: it is computed from training data without noise. "
+                    "The run is private and does not record it: it is computed from training data without noise. "
                     "DifferentialPrivacyArguments(log_train_loss=True) records such values, and "
-                    "telemetry={'loss': (0, 10)} records noisy ones."
+                    f"telemetry={{'loss': (0, 10)}} records noisy ones. {self._recorded()}"
                 )
-            raise ConfigurationError(f"no metric {name!r} has been recorded.{hint} Recorded: {known}.")
+            raise ConfigurationError(f"no metric {name!r} has been recorded. {hint}")
         return column
 
     def _append(self, column: MetricColumn, value: float, step: int, epoch: int) -> None:
@@ -436,6 +443,15 @@ def _keep(value: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
             value = value.clone()
     value = value.detach()
     return value, value._version
+
+
+def checked_value(value: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    """`value` as it can be recorded under `name`: a float, or a detached tensor, not read.
+
+    Raises:
+        ConfigurationError: it is not one real number.
+    """
+    return _keep(value, name)[0] if isinstance(value, torch.Tensor) else _number(value, name)
 
 
 def _number(value: object, name: str) -> float:

@@ -15,7 +15,7 @@ from trainstack.trainer.tracking.history import RunHistory, check_name
 from trainstack.trainer.tracking.provenance import Provenance
 
 _TAKEN = "{name!r} is recorded by the trainer. Choose another name."
-_OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps)|lr(/\d+)?")
+_OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps|replay_mismatches)|lr(/\d+)?")
 
 
 class LogSink:
@@ -40,6 +40,7 @@ class LogSink:
         self.history, self.state = RunHistory(), RunState()
         self.provenance = Provenance.PRIVATE
         self.write: Callable[[str, str, Callable[[], Any], int], None] | None = None
+        self._collect: Callable[[str, Any], None] | None = None
         self._said = set[str]()
         self._names_of_module, self._names_of_trainer = set[str](), set[str]()
 
@@ -64,7 +65,7 @@ class LogSink:
         return name in self._names_of_trainer or _OF_TRAINING.fullmatch(name) is not None
 
     def record(self, name: str, value: Any) -> None:
-        """Record `value` under `name`; see `RunHistory.update_metric`.
+        """Record `value` under `name`; see `RunHistory.update_metric`. Within `collecting` it is collected.
 
         Raises:
             ConfigurationError: the trainer records a metric of that name itself.
@@ -73,6 +74,10 @@ class LogSink:
             if self.is_taken(name):
                 raise ConfigurationError(_TAKEN.format(name=name))
             self._names_of_module.add(name)
+        guard = self.history.guard
+        if self._collect is not None and (guard is None or guard.shows(self.provenance)):
+            self._collect(check_name(name), value)
+            return
         when = {"step": self.state.current_step, "epoch": self.state.epoch}
         self.history.update_metric(name, value, **when, provenance=self.provenance)
 
@@ -110,14 +115,23 @@ class LogSink:
     @contextmanager
     def redirect(self, history: RunHistory, state: RunState) -> Iterator[RunHistory]:
         """A block in which values go to `history`; afterwards they go where they went before."""
-        before = self.history, self.state, self.write
+        before = self.history, self.state, self.write, self._collect
         if history is not self.history:
             self.write = _forget
-        self.history, self.state = history, state
+        self.history, self.state, self._collect = history, state, None
         try:
             yield history
         finally:
-            self.history, self.state, self.write = before
+            self.history, self.state, self.write, self._collect = before
+
+    @contextmanager
+    def collecting(self, collect: Callable[[str, Any], None]) -> Iterator[None]:
+        """A block in which `collect` gets the name and the value in place of the history, if it may be recorded."""
+        before, self._collect = self._collect, collect
+        try:
+            yield
+        finally:
+            self._collect = before
 
     @contextmanager
     def evaluating(self, provenance: Provenance = Provenance.EVALUATION) -> Iterator[None]:

@@ -6,14 +6,17 @@ import difflib
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from typing import IO, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.tracking.views import epochs_html
 from trainstack.trainer.tracking.writers.console import Pace, QuietStream
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 NEVER = sys.maxsize
 
@@ -43,6 +46,9 @@ class ProgressDisplay(ABC):
     @abstractmethod
     def end_epoch(self, summary: str = "") -> None:
         """The epoch is over; `summary` is a line that stays on the screen."""
+
+    def show_run(self, done: int, total: int | None) -> None:  # noqa: B027 - only for an estimate
+        """`done` global steps of the run's `total` (None: unknown) are done; called right before `start_epoch`."""
 
     def show_epoch(self, epoch: int, values: Mapping[str, float]) -> None:  # noqa: B027 - a bar has no table
         """Keep what epoch `epoch` (from 0) has measured, by name, for a table; called right before `end_epoch`."""
@@ -82,6 +88,81 @@ class Phase:
     began: float
 
 
+class RunTimes:
+    """Estimates how long an epoch and the run still take, from all steps that the display has seen.
+
+    Seconds of training and seconds in all, validations and saves included, are counted apart.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.total: int | None = None
+        self._first = 0
+        self._began: float | None = None
+        self._trained_s = 0.0
+
+    def start_epoch(self, now: float) -> None:
+        """An epoch begins; before the first one nothing is counted."""
+        if self._began is None:
+            self._began, self._first = now, self.done
+
+    def end_epoch(self, trained_s: float) -> None:
+        """An epoch is over, with `trained_s` seconds of training."""
+        self._trained_s += trained_s
+
+    def steps_per_second(self, phase: Phase, now: float) -> float:
+        """Of training; 0 before there is a step."""
+        steps, seconds = self._steps(phase), self._trained_s + now - phase.began
+        return steps / seconds if seconds > 0 else 0.0
+
+    def left_in_all(self, phase: Phase, now: float) -> float | None:
+        """Seconds until the run ends; None where its length is not known, or before there is a step."""
+        steps = self._steps(phase)
+        if self.total is None or self._began is None or steps <= 0:
+            return None
+        left = self.total - self.done - (phase.done - phase.first)
+        return max(0.0, left * (now - self._began) / steps)
+
+    def _steps(self, phase: Phase) -> int:
+        return self.done - self._first + phase.done - phase.first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The texts beside a bar, such as "14/23", "loss 1.15", "21.4 steps/s" and "0:02 left in epoch, 0:41 in all".
+
+    What is not known is empty.
+    """
+
+    count: str
+    loss: str
+    speed: str
+    left: str
+
+    def __str__(self) -> str:
+        return "  ".join(word for word in (self.count, self.loss, self.speed, self.left) if word)
+
+    def shorter(self) -> Iterator[Words]:
+        """The same in less and less room: without the speed, the loss, and at last the time."""
+        words = self
+        yield words
+        for change in ({"left": self.left.replace(_IN_EPOCH, "")}, {"speed": ""}, {"loss": ""}, {"left": ""}):
+            words = replace(words, **change)
+            yield words
+
+
+_VALIDATION = "validation"
+_IN_EPOCH = " in epoch"
+_SHORTEST_BAR, _LONGEST_BAR = 10, 40
+"""Columns of the terminal."""
+
+
+def _clock(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours = f"{whole // 3600}:" if whole >= 3600 else ""
+    return f"{hours}{whole // 60 % 60:0{2 if hours else 1}}:{whole % 60:02}"
+
+
 class PacedProgress(ProgressDisplay):
     """A display that paints as often as `pace` allows; what it paints, `paint` says."""
 
@@ -90,13 +171,43 @@ class PacedProgress(ProgressDisplay):
         self.pace = pace
         self.phase: Phase | None = None
         self._training: Phase | None = None
+        self._times = RunTimes()
 
     @abstractmethod
     def paint(self, phase: Phase, loss: float | None) -> None:
         """Show `phase`."""
 
+    def show_run(self, done: int, total: int | None) -> None:
+        self._times.done, self._times.total = done, total
+
+    def words(self, phase: Phase, loss: float | None, *, per_cent: bool = False) -> Words:
+        """What `phase` shows beside its label."""
+        now, training = self.pace.clock(), phase if self._training is None else self._training
+        is_validation = phase.label.startswith(_VALIDATION)
+        seconds = now - phase.began
+        own = (phase.done - phase.first) / seconds if seconds > 0 else 0.0
+        speed = own if is_validation else self._times.steps_per_second(phase, now)
+        count = str(phase.done) if phase.total is None else f"{phase.done}/{phase.total}"
+        if per_cent and phase.total:
+            count += f" ({100 * phase.done // phase.total}%)"
+        in_all = self._times.left_in_all(training, now)
+        left = []
+        if phase.total is not None and speed > 0:
+            left.append(f"{_clock((phase.total - phase.done) / speed)} left")
+        if in_all is not None:
+            left[-1:] = [f"{left[0]}{'' if is_validation else _IN_EPOCH}"] if left else []
+            left.append(f"{_clock(in_all)} {'in all' if left else 'left in all'}")
+        return Words(
+            count=count,
+            loss="" if loss is None else f"loss {loss:.4g}",
+            speed=f"{speed:.3g} {'batches' if is_validation else 'steps'}/s" if speed > 0 else "",
+            left=", ".join(left),
+        )
+
     def start_epoch(self, epoch: int, epochs: int, total_steps: int | None, done: int) -> None:
-        self._enter(Phase(f"epoch {epoch}/{epochs}", total_steps, done, done, self.pace.clock()))
+        now = self.pace.clock()
+        self._times.start_epoch(now)
+        self._enter(Phase(f"epoch {epoch}/{epochs}", total_steps, done, done, now))
 
     def poll(self, done: int, loss: Callable[[], float | None]) -> None:
         if self.phase is not None:
@@ -107,16 +218,20 @@ class PacedProgress(ProgressDisplay):
         self._set_next_poll()
 
     def end_epoch(self, summary: str = "") -> None:
+        if self.phase is not None:
+            self._times.end_epoch(self.pace.clock() - self.phase.began)
         self.phase = None
         self.next_poll = NEVER
 
     def start_validation(self, key: str, total: int | None) -> None:
         self._training = self.phase
-        self._enter(Phase(f"validation {key}", total, 0, 0, self.pace.clock()))
+        self._enter(Phase(f"{_VALIDATION} {key}", total, 0, 0, self.pace.clock()))
 
     def end_validation(self) -> None:
-        self.phase, self._training = self._training, None
+        validation, self.phase, self._training = self.phase, self._training, None
         if self.phase is not None:
+            if validation is not None:  # its seconds are not seconds of training
+                self.phase.began += self.pace.clock() - validation.began
             self._enter(self.phase)
         self._set_next_poll()
 
@@ -147,19 +262,7 @@ class PlainProgress(PacedProgress):
         super().__init__(QuietStream(stream), Pace(interval, due_at_once=False))
 
     def paint(self, phase: Phase, loss: float | None) -> None:
-        seconds = self.pace.clock() - phase.began
-        speed = (phase.done - phase.first) / seconds if seconds > 0 else 0.0
-        parts = [phase.label, str(phase.done)]
-        if phase.total:
-            parts[1] += f"/{phase.total} ({100 * phase.done // phase.total}%)"
-        if loss is not None:
-            parts.append(f"loss {loss:.4g}")
-        if speed > 0:
-            parts.append(f"{speed:.3g} steps/s")
-        if speed > 0 and phase.total:
-            left = max(0, round((phase.total - phase.done) / speed))
-            parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
-        self.stream.line("  ".join(parts))
+        self.stream.line(f"{phase.label}  {self.words(phase, loss, per_cent=True)}")
 
     def end_epoch(self, summary: str = "") -> None:
         super().end_epoch(summary)
@@ -178,20 +281,10 @@ class RichProgress(PacedProgress):
         super().__init__(QuietStream(stream), Pace(0.1, due_at_once=True))
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         file = cast(IO[str], self.stream)
         self._console = Console(file=file, force_terminal=True, force_jupyter=False, highlight=False)
-        # Never started: it only draws. Its own Live would repaint whenever a task is added.
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}", markup=False),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
-            auto_refresh=False,
-        )
+        self._bar: RenderableType = ""
         self._live = Live(
             get_renderable=lambda: self._bar,
             console=self._console,
@@ -200,29 +293,45 @@ class RichProgress(PacedProgress):
             redirect_stdout=QuietStream(sys.stdout).isatty(),
             redirect_stderr=QuietStream(sys.stderr).isatty(),
         )
-        self._shown: Phase | None = None
         self._lines: list[str] = []
 
     def paint(self, phase: Phase, loss: float | None) -> None:
+        self._bar = self._drawn(phase, self.words(phase, loss))
         self._live.start()
-        if phase is not self._shown:
-            for task in self._bar.task_ids:
-                self._bar.remove_task(task)
-            self._bar.add_task(phase.label, total=phase.total, completed=phase.done, loss="")
-            self._shown = phase
-        text = "" if loss is None else f"loss {loss:.4g}"
-        self._bar.update(self._bar.task_ids[0], completed=phase.done, loss=text)
         self._print_lines()
         self._live.refresh()
 
     def end_epoch(self, summary: str = "") -> None:
+        super().end_epoch(summary)
         if summary:
             self._lines.append(summary)
-        self._paint_if_due()
-        super().end_epoch(summary)
+        if self._live.is_started:
+            self._erase()
 
     def close(self) -> None:
         super().close()
+        self._print_lines()
+        self._erase()
+
+    def _drawn(self, phase: Phase, known: Words) -> RenderableType:
+        """A line that fits: on a narrow terminal with fewer words, and at last without a bar."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        width = self._console.width - 1  # a full line would wrap on some terminals
+        label, room = phase.label[: width // 2], 0
+        for words in known.shorter():
+            room = width - len(label) - len(str(words)) - 4  # two blanks on each side of the bar
+            if room >= _SHORTEST_BAR:
+                break
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        bar = [ProgressBar(phase.total, phase.done, width=min(room, _LONGEST_BAR))] if room >= _SHORTEST_BAR else []
+        grid.add_row(Text(label), *bar, Text(str(words)))
+        return grid
+
+    def _erase(self) -> None:
+        """Remove the bar from the screen, and print what waits."""
         self._print_lines()
         self._live.stop()
 
@@ -250,8 +359,7 @@ class NotebookProgress(PacedProgress):
 
     def paint(self, phase: Phase, loss: float | None) -> None:
         total = "" if phase.total is None else f' value="{phase.done}" max="{max(1, phase.total)}"'
-        count = f"{phase.done}" if phase.total is None else f"{phase.done}/{phase.total}"
-        label = "  ".join([phase.label, count, *([] if loss is None else [f"loss {loss:.4g}"])])
+        label = f"{phase.label}  {self.words(phase, loss)}"
         self._show(f"<progress{total}></progress> {escape(label)}", label)
 
     def show_epoch(self, epoch: int, values: Mapping[str, float]) -> None:

@@ -90,7 +90,7 @@ pytree.register_pytree_node(_Fields, _flatten_fields, _rebuild_fields)
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """No autocast, and products and convolutions of float32 tensors without TF32 or bfloat16, whatever is allowed."""
+    """No autocast, and products and convolutions of float32 tensors without TF32 or bfloat16, even if allowed."""
     lowered = [(place, found) for place in _PRECISIONS if (found := place.fp32_precision) not in _FULL]
     autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if not (lowered or autocast):
@@ -116,8 +116,8 @@ if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
 
 
 Run = Callable[[nn.Module, Any], Any]
-"""`run(model, batch)` calls `model(stage=..., global_step=..., batch=batch, device=...)` the way the layers inside do,
-autocast included, and returns what `train_step` returned."""
+"""`run(model, batch)` calls `model(stage=..., global_step=..., batch=batch, device=...)` as the layers inside do,
+including autocast, and returns the result of `train_step`."""
 
 
 def shorten(error: BaseException) -> str:
@@ -136,7 +136,7 @@ are detached. `loop` calls it for each record, with batches of one."""
 
 
 class Unsupported(ConfigurationError):
-    """A gradient mode cannot give this module's per-record gradients; the message names where and what to write."""
+    """A gradient mode cannot give this module's per-record gradients; the message has the place and the correction."""
 
 
 def _do_nothing() -> None: ...
@@ -148,7 +148,7 @@ class GradientMode(ABC):
     Args:
         module: the user's module, never wrapped.
         trained: the parameters whose gradients are wanted, float32, each once, all of `module`.
-        clipper: bounds what one record adds.
+        clipper: bounds the contribution of one record.
 
     Attributes:
         sums: for each of `trained` the sum since `pop_sums`, float32, of its shape; views of one tensor, to be
@@ -165,7 +165,7 @@ class GradientMode(ABC):
     """Is called before each forward pass, outside of all transforms of `torch.func`."""
     name: ClassVar[str] = ""
     one_by_one: ClassVar[bool] = False
-    """Whether a record's gradient is computed from it alone, whatever the module does."""
+    """Whether a record's gradient is computed from it alone, for any module."""
 
     _flat: Tensor
     _sums: list[Tensor]
@@ -193,12 +193,12 @@ class GradientMode(ABC):
             records: at least 1.
 
         Returns:
-            What `train_step` returned for the micro-batch, detached. Its loss is 0-dim and requires a gradient, as
-            one does that is to be run backwards, but leads nowhere: everything is done.
+            The result of `train_step` for the micro-batch, detached. Its loss is 0-dim and requires a gradient, so that
+            the loop can call backward on it, but its graph is empty: the gradients are complete.
 
         Raises:
             Unsupported: this mode cannot give the per-record gradients of this module.
-            Exception: whatever `train_step` raises, as it is. The mode can go on after that.
+            Exception: any error of `train_step`, unchanged. The mode can be used after that.
         """
 
     def explain_error(self, error: Exception) -> str:
@@ -207,7 +207,7 @@ class GradientMode(ABC):
 
     @property
     def sums(self) -> list[Tensor]:
-        """See above; zeroed when they are first needed in a step, while what is added next is in the cache."""
+        """See above; zeroed at their first use in a step, because the next operation then finds them in the cache."""
         if not self._is_zeroed:
             self._flat.zero_()
             self._is_zeroed = True

@@ -39,7 +39,7 @@ _HOOKS = "bookkeeping allows no hooks on saved tensors, as torch.utils.checkpoin
 
 
 class BookkeepingMode(GradientMode):
-    """Each record's gradient is computed from it alone, whatever the module does."""
+    """Each record's gradient is computed from it alone, for any module."""
 
     name: ClassVar[str] = "bookkeeping"
     one_by_one: ClassVar[bool] = True

@@ -36,7 +36,7 @@ def check_operator(func: Any) -> None:
     """An operator that a program registers may have a rule for `vmap` that is given all records at once.
 
     Raises:
-        Unsupported: `func` is no operator of torch.
+        Unsupported: `func` is not an operator of torch.
     """
     name = getattr(func, "_qualified_op_name", None) or getattr(func, "_name", "")
     if not str(name).startswith(("aten::", "prims::", "prim::")):

@@ -82,7 +82,7 @@ class DrawRefusal(TorchFunctionMode):
 class _Guarded(nn.Module):
     def __init__(self, refusal: DrawRefusal, model: nn.Module) -> None:
         super().__init__()
-        self._refusal, self._model = refusal, (model,)  # in a tuple, for it is no submodule
+        self._refusal, self._model = refusal, (model,)  # in a tuple, because it must not be a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before = self._refusal.states()

@@ -48,7 +48,7 @@ def concatenate_outputs(outputs: list[Any]) -> Any:
     """Outputs of batches of one as those of one batch.
 
     The loss is the mean; tensors of shape `(1, ...)` become `(records, ...)`, other tensors are stacked; lists with one
-    item become lists with `records`; what is no tensor is that of the first record.
+    item become lists with `records`; other values are those of the first record.
     """
     loss = torch.stack([one_loss(output).detach() for output in outputs]).mean()
 

@@ -34,8 +34,8 @@ _CANCELLED = 1e-2
 def allowed_error(norms: Tensor, limit: float) -> Tensor:
     """How far gradients with these norms, `(records,)`, may be from those of autograd, where `limit` clips them.
 
-    A gradient that is small because terms cancel is little but rounding: so errors are allowed that do not matter
-    beside the limit or the longest gradient.
+    A gradient that is small because terms cancel is mostly rounding, so errors are allowed that are small compared with
+    the limit or the longest gradient.
     """
     return TOLERANCE * (norms + 0.1 * norms.max() + 0.1 * limit)
 

@@ -1,7 +1,7 @@
 """`OpInterceptor` intercepts torch functions that a forward pass calls with a trained parameter.
 
-Looking at functions rather than at modules means that a custom layer that calls `F.linear` is understood as well, and
-that each use of a parameter is recorded by itself.
+It intercepts functions instead of modules, so a custom layer that calls `F.linear` works as well, and each use of a
+parameter is recorded separately.
 
 `train_step` runs under `vmap` over the records. A known function is run on the physical tensors instead, with the
 parameter cut off the graph, and its input is kept. In any other function the parameter is replaced by a copy for each

@@ -143,7 +143,7 @@ def translate_opacus_errors(mode: str, module: nn.Module) -> Iterator[None]:
 
 
 def clear_opacus_state(module: nn.Module) -> None:
-    """Drop what a backward pass under opacus' hooks left behind, also one that failed half-way."""
+    """Drop the values that a backward pass under opacus' hooks left, also one that failed."""
     for parameter in module.parameters():
         parameter.grad = None
         for name in ("_current_grad_sample", "_norm_sample"):

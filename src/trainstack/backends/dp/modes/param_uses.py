@@ -97,7 +97,7 @@ class NormUse(DirectUse):
     """LayerNorm, RMSNorm (`spatial=0`) and GroupNorm: `y = normalised * weight + bias`.
 
     Args:
-        shared: how many trailing dimensions the weight has; None if it lies along dimension 1.
+        shared: how many trailing dimensions the weight has; None if it is along dimension 1.
     """
 
     def __init__(self, weight: int | None, bias: int | None, shared: int | None) -> None:
@@ -140,8 +140,8 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 _EXACT = 1e-4
-"""A squared norm that is a sum of products of either sign is trusted down to this share of what they could add up to.
-Below, rounding could make it too small, and the record would be clipped too little; the share is taken instead."""
+"""A squared norm that is a sum of products of either sign is used down to this share of the largest possible sum.
+Below, rounding could make it too small, and the record would be clipped too little; the share is used instead."""
 
 
 class ProductUse(DirectUse):

@@ -21,8 +21,8 @@ from trainstack.backends.generators import get_generator_state, set_generator_st
 class RandomStates:
     """The states of generators at this moment.
 
-    Those are the generators of torch, numpy and Python; generators that a part of `module` holds, as an attribute or in
-    one; and global variables beside the classes of its parts.
+    These are the generators of torch, numpy and Python; generators that a part of `module` holds, as an attribute or in
+    one; and global variables of the files of its classes.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,7 +67,7 @@ def deterministic_forward(module: nn.Module) -> Iterator[RandomStates]:
 
 
 class DisableRandomness(TorchFunctionMode):
-    """Takes the randomness out of what draws from torch's generators in a forward pass."""
+    """Removes the randomness of functions that draw from torch's generators in a forward pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,14 +101,14 @@ _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
 
 
 class NoAutocast(nn.Module):
-    """Calls a model without autocast, whatever is around it, so that differences are mistakes and not rounding.
+    """Calls a model without autocast, also inside an autocast block, so that differences are mistakes and not rounding.
 
-    Tells `note` whether there was autocast.
+    Calls `note` with whether there was autocast.
     """
 
     def __init__(self, model: nn.Module, note: Callable[[bool], object] = bool) -> None:
         super().__init__()
-        self._model, self._note = (model,), note  # in a tuple, for it is no submodule
+        self._model, self._note = (model,), note  # in a tuple, because it must not be a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = next((v for v in kwargs.values() if isinstance(v, torch.device)), torch.device("cpu"))
@@ -123,7 +123,7 @@ def copy_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """The names of the parameters and buffers that are not what `copy_tensors` found."""
+    """The names of the parameters and buffers that differ from the copies of `copy_tensors`."""
     return [
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -132,7 +132,7 @@ def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, str]:
-    """What modules hold as plain attributes, which are neither parameters nor buffers, in words."""
+    """The plain attributes of modules, which are neither parameters nor buffers, in words."""
     return {
         f"{name}.{key}" if name else key: _describe_value(value)
         for name, part in module.named_modules()
@@ -166,7 +166,7 @@ class WriteDetector:
         self._fingerprints = [_fingerprint(held.get(key)) for held, key, _ in self._places]
 
     def changed(self) -> str | None:
-        """The name of what has been written to or put in another's place since `begin`."""
+        """The name of a tensor that was written to or replaced since `begin`."""
         for (held, key, name), mark in zip(self._places, self._fingerprints, strict=True):
             if _fingerprint(held.get(key)) != mark:
                 return name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ def choose_mode(
     Raises:
         Unsupported: `asked` cannot give the module's per-record gradients, or nothing can.
         torch.OutOfMemoryError: `asked` needs more memory than there is for `records`.
-        ConfigurationError: `asked` is no mode, or there are less than 2 records.
+        ConfigurationError: `asked` is not a mode, or there are less than 2 records.
     """
     if asked != "auto" and asked not in MODES:
         raise ConfigurationError(f"grad_mode={asked!r}: write one of 'auto', {', '.join(map(repr, MODES))}.")
@@ -108,7 +108,7 @@ def _check_no_script(module: nn.Module) -> None:
 
 
 class ModeVerifier:
-    """Compares modes with the loop, which is run once.
+    """Compares modes with the loop, mostly one case after the other, so that few sums of the loop are in memory.
 
     Raises:
         Unsupported: `train_step` cannot be run on single records, or buffers learn from them, or it remembers them.
@@ -122,14 +122,10 @@ class ModeVerifier:
         self._autocast = False
         self._run, self._plain_run = run, lambda model, batch: run(NoAutocast(model, self._note), batch)
         before, states = copy_tensors(module), RandomStates(module)
-        half = rows_of(probe, records, slice(0, records // 2))
+        self._half, self._leveller = (rows_of(probe, records, slice(0, records // 2)), records // 2), leveller
         try:
-            self._references = [
-                reference
-                for batch, count in ((probe, records), (half, records // 2))
-                for reference in self._scaled_references(batch, count, leveller)
-            ]
-            self._is_random = self._has_changed(self._references[0])
+            self._first = self._reference(probe, records, _unscaled, self._plain_run)
+            self._is_random = self._has_changed(self._first)
             learning = changed_tensors(module, before)
             if learning:
                 raise Unsupported(
@@ -148,21 +144,27 @@ class ModeVerifier:
                 "put the records along dimension 0 of everything that collate_fn returns."
             ) from error
 
-    def _scaled_references(self, batch: Any, records: int, leveller: Scaling) -> tuple[_Reference, _Reference]:
-        plain = self._reference(batch, records, _unscaled, self._plain_run)
-        levelled = self._reference(batch, records, leveller, self._plain_run)
-        return plain, replace(levelled, is_rounding=plain.scales <= _ROUNDING * plain.scales.max())
+    def _references(self) -> Iterator[_Reference]:
+        """The batch and half of it, with gradients as they are and scaled."""
+        for batch, records in ((self._first.batch, self._first.records), self._half):
+            is_first = batch is self._first.batch
+            plain = self._first if is_first else self._reference(batch, records, _unscaled, self._plain_run)
+            yield plain
+            is_rounding = plain.scales <= _ROUNDING * plain.scales.max()
+            del plain
+            levelled = self._reference(batch, records, self._leveller, self._plain_run)
+            yield replace(levelled, is_rounding=is_rounding)
 
     def _tell_of_normalisation(self) -> None:
         """Warn that a normalisation over the batch has no effect on batches of one."""
-        case = self._references[0]
+        case = self._first
         if self._is_random:
             return
         try:
             run: Run = self._plain_run
             with torch.no_grad():
                 whole = float(loss_item(run(self._module, case.batch)).detach().mean())
-        except Exception:  # which is no fault: private training runs it on single records
+        except Exception:  # not a fault: private training runs it on single records
             return
         if abs(whole - case.loss) > 1e-3 * abs(case.loss) + 1e-6:
             _logger.warning(
@@ -178,15 +180,15 @@ class ModeVerifier:
         return first.differs(again.sums, again.scales, _EXACT) is not None
 
     def _check_stateless(self, singles: Sequence[Any], states: RandomStates) -> None:
-        """What differs although all generators are where they were differs by what came before.
+        """Refuse a module whose gradients depend on earlier records.
 
-        One record is asked again after each of the others: after some of them, a memory may be where it was at first.
+        With the same states of all generators, a difference can only come from earlier records. The check repeats one
+        record after each of the others, because after some of them a memory may have its first value again.
         """
         states.restore()
         one = self._reference(singles[0], 1, _unscaled, self._plain_run)
         if not (
-            self._remembers(self._references[0], states)
-            or any(self._remembers(one, states, other) for other in singles[1:])
+            self._remembers(self._first, states) or any(self._remembers(one, states, other) for other in singles[1:])
         ):
             return
         kept = []
@@ -214,10 +216,13 @@ class ModeVerifier:
         Raises:
             Unsupported: it does not.
         """
+        references: Iterable[_Reference] = self._references()
+        if not kind.one_by_one:  # hooks on the module are not for the loop
+            references = list(references)
         mode = kind(self._module, self._trained, clipper)
         try:
             with installed_attributes(owners_of(self._module)):  # a trial under `vmap` leaves tensors that are gone
-                self._try(mode)
+                self._try(mode, references)
         except Exception as error:
             mode.close()
             if isinstance(error, PrivacyError):  # which ends a run once it has begun
@@ -228,7 +233,7 @@ class ModeVerifier:
         mode.clipper = clipper
         return mode
 
-    def _try(self, mode: GradientMode) -> None:
+    def _try(self, mode: GradientMode, references: Iterable[_Reference]) -> None:
         if self._rounded is not None and isinstance(mode, GhostMode | HooksMode):
             raise Unsupported(
                 f"grad_mode={mode.name!r} under autocast: opacus rounds the gradients of single records to half "
@@ -241,7 +246,7 @@ class ModeVerifier:
                 f"train_step draws random numbers, so grad_mode={mode.name!r} cannot be compared with the loop. Write "
                 "grad_mode='vmap', in which no record can influence another."
             )
-        for case in self._references:
+        for case in references:
             self._compare(mode, case, self._plain_run, _EXACT)
         if self._rounded is not None:
             self._compare(mode, self._rounded, self._run, _ROUNDED)
@@ -283,7 +288,7 @@ class ModeVerifier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """A batch, how its gradients are scaled, and what the loop makes of it."""
+    """A batch, the scaling of its gradients, and the result of the loop for it."""
 
     batch: Any
     records: int
@@ -296,7 +301,7 @@ class _Reference:
 
     def differs(self, sums: Sequence[Tensor], scales: Tensor, tolerance: float) -> int | None:
         """The number of a parameter whose sum, or whose norms, are not as the loop has them; None if there is none."""
-        # A hundredth of the largest norm beside each: a parameter with almost no gradient has nothing but rounding.
+        # A hundredth of the largest norm is added to each: a parameter with almost no gradient has only rounding.
         allowed = tolerance * (self.scales + 1e-2 * self.scales.max())
         wrong = [i for i, fits in enumerate((scales - self.scales).abs() <= allowed) if not fits]
         errors = zip(sums, self.sums, allowed, strict=True)
@@ -322,7 +327,7 @@ def _unit_joint_norm(squares: Tensor, joint: Tensor) -> Tensor:
 
 
 class _ScalingClipper(Clipper):
-    """A scaling in the place of a clipper, which also sums up the norms of what is added."""
+    """A scaling instead of a clipper, which also sums the norms of the added gradients."""
 
     def __init__(self, scaling: Scaling) -> None:
         self._scaling = scaling

@@ -1,7 +1,7 @@
 """`vmap`: `train_step` on batches of one record, vectorised by `torch.func`.
 
-A record's gradient is computed from that record alone, so no other can leak into it. What it needs is that `train_step`
-can be traced: no `.item()`, no branch on a tensor's value, no change of a buffer in place.
+A record's gradient is computed from that record alone, so no other can leak into it. `train_step` must be traceable: no
+`.item()`, no branch on a tensor's value, no change of a buffer in place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FunctionalModule(nn.Module):
 
     def __init__(self, module: nn.Module, parameters: dict[str, Tensor]) -> None:
         super().__init__()
-        self._module, self._replaced = (module,), parameters  # in a tuple, for it is no submodule
+        self._module, self._replaced = (module,), parameters  # in a tuple, because it must not be a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's."""
@@ -171,7 +171,7 @@ def one_record_batches(
     if columns is not None and all(len(column) == records for column in columns):
         kind: Any = type(batch)
         return list(columns), lambda row: kind([value.unsqueeze(0) for value in row])
-    rows_of(batch, records, slice(0, 1))  # says what cannot be cut
+    rows_of(batch, records, slice(0, 1))  # raises for values that cannot be cut
     named, structure = pytree.tree_flatten_with_path(batch, is_leaf=is_column)
     leaves, rest = [value for _, value in named], dict[int, Any]()
     for number, (path, value) in enumerate(named):

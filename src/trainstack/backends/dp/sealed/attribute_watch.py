@@ -81,7 +81,7 @@ class AttributeWatch:
     ) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, Held] = {}
-        self._of_libraries = set[str]()  # parts whose caches and computed weights are no values of the user
+        self._of_libraries = set[str]()  # parts whose caches and computed weights are not values of the user
         self._first: dict[Place, Kept] | None = None
         self._seen, self._in_forward = set[Place](), set[Place]()
         self._steps, self._spent, self._since = 0, 0.0, time.perf_counter()
@@ -98,7 +98,7 @@ class AttributeWatch:
         """The forward passes of a step have ended, and nothing of it is released yet.
 
         Args:
-            gradients: what some of its records give; see `probe_gradients`.
+            gradients: the gradients of some of its records; see `probe_gradients`.
             touched: attributes that have changed since the step before began.
             is_last: whether no step is planned after it, so that all values are compared.
         """

@@ -1,4 +1,4 @@
-"""`CollationCheck` compares a record of each batch with what `collate_fn` makes of that record alone."""
+"""`CollationCheck` compares a record of each batch with the result of `collate_fn` for that record alone."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _COUPLES = (
 
 
 class CollationCheck:
-    """Looks at one random record of each micro-batch.
+    """Checks one random record of each micro-batch.
 
-    Where the row is what the record gives alone, nothing more is done. Otherwise, as with padding, the gradients of
-    both are compared before the step is released. A row that only continues the sample of the record, by padding, is
-    compared as long as that takes 2 % of the time.
+    If the row equals that of the record alone, the check is complete. Otherwise, as with padding, it compares the
+    gradients of both before the step is released. It compares a row that only extends the sample of the record, by
+    padding, within 2 % of the time.
 
     Args:
         refuse: is given the reason for which the run is not private.
@@ -70,7 +70,7 @@ class CollationCheck:
         self._pairs.append((alone, rows_of(batch, len(index), slice(number, number + 1))))
 
     def compare(self, gradients: Callable[[Any], list[Tensor]]) -> None:
-        """Compare what is waiting; `gradients` gives those of a batch of one record.
+        """Compare the waiting rows; `gradients` returns those of a batch of one record.
 
         Raises:
             PrivacyError: a record has other gradients in its batch than alone.

@@ -116,7 +116,7 @@ def copy_value(value: Any, shared: AbstractSet[int] = frozenset(), depth: int = 
         return value
     try:
         return _copy_items(value, lambda item: copy_value(item, shared, depth + 1))
-    except Exception:  # whatever a class of the user's does
+    except Exception:  # a class of the user may raise any error
         return value
 
 

@@ -31,8 +31,8 @@ _BUDGET = 2**20
 _DEEP = 4
 """Levels of containers within an attribute."""
 
-_Owner = tuple[str, Held, tuple[Any, ...], dict[str, Any]]
-"""The path of an object, its attributes, all their values, and the values of those that are watched."""
+_Owner = tuple[str, Held, dict[str, Any]]
+"""The path of an object, its attributes, and a copy of them with the same values."""
 
 _Content = tuple[Place, Any, Any]
 """The attribute that holds a container, tensor or array, the object, and a copy of its content."""
@@ -52,38 +52,39 @@ class Snapshot:
     def __init__(self, module: nn.Module, owners: Owners | None = None) -> None:
         self._module = module
         self._owners = owners_of(module) if owners is None else owners
-        self._held: list[_Owner] = [
-            (path, held, tuple(held.values()), dict(_watched(path, held, self._owners)))
-            for path, held in self._owners.items()
-        ]
+        self._held: list[_Owner] = [(path, held, dict(held)) for path, held in self._owners.items()]
         self._left, self._shared = _BUDGET, storages_of(self._owners)
         self._contents: list[_Content] = []
         seen = set[int]()
-        for path, _, _, values in self._held:
+        for path, _, values in self._held:
             for key, value in values.items():
-                if not isinstance(value, SCALARS):
+                if not isinstance(value, SCALARS) and is_watched(path, key, self._owners):
                     self._add_content((path, key), value, seen, 0)
 
     def changed(self) -> set[Place]:
         """The attributes that have another value, or a value with another content."""
         found = {place for place, value, copy in self._contents if not _has_content(value, copy)}
-        for path, held, before, values in self._held:
-            if len(held) == len(before) and all(map(is_, held.values(), before)):
+        for path, held, before in self._held:
+            if len(held) == len(before) and all(map(is_, held.values(), before.values())):
                 continue
-            now = dict(_watched(path, held, self._owners))
-            for key in {**values, **now}:
-                if key not in now or key not in values or now[key] is not values[key]:
-                    found.add((path, key))
+            others = [key for key, value in held.items() if before.get(key, self) is not value]
+            others += [key for key in before if key not in held]
+            found.update((path, key) for key in others if is_watched(path, key, self._owners))
         return found
 
     def values(self, places: set[Place]) -> dict[Place, Any]:
         """The values of now, of those of `places` that still exist."""
         return {(path, key): self._owners[path][key] for path, key in places if key in self._owners[path]}
 
+    @property
+    def not_copied(self) -> list[Tensor]:
+        """The tensors whose content `restore` cannot put back."""
+        return [value for _, value, copy in self._contents if isinstance(value, Tensor) and isinstance(copy, int)]
+
     def restore(self, kept: Collection[Place] = ()) -> None:
         """Give attributes their values back, and these their content, but for those of `kept`."""
         for path, key in self.changed().difference(kept):
-            held, values = self._owners[path], next(values for at, _, _, values in self._held if at == path)
+            held, values = self._owners[path], next(values for at, _, values in self._held if at == path)
             if key not in values:
                 held.pop(key, None)
             elif key not in held or held[key] is not values[key]:
@@ -150,10 +151,6 @@ class Snapshot:
         if copy is not None:
             self._left -= value.nbytes if fits else 0
             self._contents.append((place, value, copy))
-
-
-def _watched(path: str, held: Held, owners: Owners) -> Iterator[tuple[str, Any]]:
-    return ((key, value) for key, value in held.items() if is_watched(path, key, owners))
 
 
 def _has_content(value: Any, copy: Any) -> bool:

@@ -127,7 +127,7 @@ class StateGuard:
         self._is_fresh = False
 
     def _begin_part(self) -> set[Place]:
-        """A micro-batch begins as the one before, of this step or another, but for what hooks have set between.
+        """A micro-batch begins with the state of the previous one, of any step, except for values set by hooks.
 
         Returns:
             the attributes that hooks have set.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,7 @@ from trainstack.compat.pymarlin.utils.stats.basic_stats import StatInitArguments
 from trainstack.compat.pymarlin.utils.writer.base import WriterInitArguments
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitors import MemoryMonitor
+from trainstack.trainer.evaluation.evaluator import Kept
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks, needs_outputs
 from trainstack.trainer.module_interface import ModuleInterface
@@ -109,6 +110,11 @@ class Trainer(ts.Trainer):
             called.
     """
 
+    unused_overrides: ClassVar[Mapping[str, str]] = {
+        "validate": "val_step, on_validation_begin, on_end_val_epoch or on_validation_end of the module",
+        "device": "TrainerArguments(device=...)",
+    }
+
     def __init__(
         self,
         module: ModuleInterface,
@@ -139,7 +145,7 @@ class Trainer(ts.Trainer):
         return global_stats
 
     def validate(
-        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True, **options: Any
+        self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: Kept = True, **options: Any
     ) -> Any:
         """Validate and record the metrics; returns the outputs of the last loader, as PyMarlin does."""
         outputs = super().validate(dataloaders, log=True if log is None else log, keep_outputs=keep_outputs, **options)

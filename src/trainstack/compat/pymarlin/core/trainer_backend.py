@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 import trainstack as ts
 from trainstack.backends.amp import Amp
 from trainstack.backends.apex import AmpApex
-from trainstack.backends.base import AbstractTrainerBackendDecorator as Decorator
 from trainstack.backends.base import TrainerBackend
 from trainstack.backends.ddp import DDP
+from trainstack.backends.decorator import AbstractTrainerBackendDecorator as Decorator
 from trainstack.backends.dp.layer import DP
 from trainstack.compat.pymarlin.utils.mutable import Mutable
 from trainstack.errors import ConfigurationError

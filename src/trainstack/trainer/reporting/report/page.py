@@ -9,6 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from trainstack.checkpointing import CheckpointInfo
+from trainstack.errors import TrainstackError
+from trainstack.step_log import ranks_of
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import flatten
 from trainstack.trainer.reporting.report.chart import COLOURS, chart, number
@@ -16,6 +18,7 @@ from trainstack.trainer.reporting.report.facts import Session
 from trainstack.trainer.reporting.report.markup import Markup, join_markup, table, tag
 from trainstack.trainer.reporting.report.panels import MOST_CURVES, panels_of
 from trainstack.trainer.reporting.report.runs import ReportedRun
+from trainstack.trainer.reporting.run_comparison import compare_runs
 
 
 def format_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -304,8 +307,22 @@ def _several(runs: Sequence[ReportedRun]) -> Markup:
         table(("run", "module", "backend", "status", "time"), rows),
         tag("h2", "Arguments that differ"),
         table(("argument", *(run.label for run in runs)), differing) if differing else tag("p", "None.", class_="soft"),
+        _first_differences(runs),
         _charts(runs),
     )
+
+
+def _first_differences(runs: Sequence[ReportedRun]) -> Markup | None:
+    """Where each further run parts from the first, for those with step logs; None if there are no two."""
+    folders = [(run.label, run.folder) for run in runs if run.folder is not None and ranks_of(run.folder)]
+    rows = list[tuple[str, ...]]()
+    for label, folder in folders[1:]:
+        try:
+            found = compare_runs(folders[0][1], folder)
+            rows.append((label, found.summary, " ".join([found.reason, *found.notes])))
+        except (TrainstackError, OSError) as error:
+            rows.append((label, "cannot be compared", str(error)))
+    return _section(f"First difference from {folders[0][0]}", table(("run", "step log", "why"), rows)) if rows else None
 
 
 def _charts(runs: Sequence[ReportedRun]) -> Markup:

@@ -7,8 +7,6 @@ import platform
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,12 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainstack._files import make_directories
+from trainstack._tensor_classes import class_of
 from trainstack.checkpointing import DefaultCheckpointer
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger, to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.reporting.report.facts import FILE_NAME, REPORT_NAME, RunFacts, Session, replace_file
+from trainstack.trainer.start_description import package_versions
 from trainstack.trainer.torch_settings import CompiledModels, device_peak_gib, host_peak_gib
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.writers.files import free_name
@@ -116,13 +116,11 @@ def _rounded(gib: float | None) -> float | None:
 
 
 _DEEPEST, _MOST_ROWS = 3, 80
-_PACKAGES = ("trainstack", "torch", "numpy", "opacus")
 
 
 def environment_rows(device: torch.device, processes: int) -> tuple[tuple[str, str], ...]:
     """Versions, machine and device. Nothing that names the machine or its user."""
-    rows = [("python", platform.python_version())]
-    rows += [(package, found) for package in _PACKAGES if (found := _version_of(package)) is not None]
+    rows = [*package_versions().items()]
     rows += [("system", f"{platform.system()} {platform.release()}, {platform.machine()}")]
     rows += [("CPU cores", str(os.cpu_count())), ("threads of torch", str(torch.get_num_threads()))]
     if device.type == "cuda":
@@ -151,14 +149,6 @@ def optimizer_rows(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     return rows
 
 
-@cache  # what is installed stays, and looking it up takes a millisecond each
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def begin_recording(
     context: RunContext, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
 ) -> RunRecorder:
@@ -167,7 +157,7 @@ def begin_recording(
     if isinstance(context.checkpointer, DefaultCheckpointer) and context.checkpointer.args.checkpoint:
         folder = str(context.checkpointer.save_dir.absolute())
     facts = RunFacts(
-        name=type(context.module).__name__,
+        name=class_of(context.module).__name__,
         backend=stack.spec,
         device=str(device),
         private=stack.is_private and not any("loss" in layer.released_metrics for layer in stack.layers()),

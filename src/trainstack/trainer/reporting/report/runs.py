@@ -32,12 +32,14 @@ class ReportedRun:
         facts: of the run.
         curves: all metrics by name.
         checkpoints: oldest first.
+        folder: of the run; None while it is written by the run itself.
     """
 
     label: str
     facts: RunFacts
     curves: Mapping[str, Arrays]
     checkpoints: Sequence[CheckpointInfo] = ()
+    folder: Path | None = None
 
     @property
     def shown_curves(self) -> dict[str, Arrays]:
@@ -67,7 +69,9 @@ def read_run(directory: Path, label: str) -> ReportedRun:
         )
     facts = facts or RunFacts(name=real_path(directory).name)
     curves = read_history(directory).all_arrays() if has_metrics else {}
-    return ReportedRun(label=label, facts=facts, curves=curves, checkpoints=checkpoints_of(facts, directory))
+    return ReportedRun(
+        label=label, facts=facts, curves=curves, checkpoints=checkpoints_of(facts, directory), folder=directory
+    )
 
 
 def checkpoints_of(facts: RunFacts, directory: Path) -> list[CheckpointInfo]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 from typing import TextIO
 
+from trainstack.trainer.tracking.epoch_lines import EpochLine, EpochTable
 from trainstack.trainer.tracking.history import Record
 from trainstack.trainer.tracking.writers.base import Writer
 
@@ -44,6 +48,14 @@ class QuietStream:
             raise OSError("there is no stream beneath")
         return self._stream.fileno()
 
+    @property
+    def columns(self) -> int:
+        """The width of the terminal; 80 where it does not say, or where there is none."""
+        try:
+            return os.get_terminal_size(self.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
+
     def write(self, text: str) -> int:
         """Write `text`, or nothing if the stream is gone; returns the length of `text`."""
         self._attempt(self._write, text)
@@ -77,12 +89,16 @@ _POLLS_PER_SECOND = 40  # four for each paint of the bar, which is painted at mo
 # steps suddenly become slow.
 _LONGEST_STRIDE = 128
 _SHARE_OF_TIME = 0.01
+_LONGEST_PAUSE_S = 1.0
+_LEAST_PAUSES = 10.0  # of what a paint takes: on a terminal that takes a second for each, a tenth of the time
+_PAINTS_REMEMBERED = 5  # one paint in which the process lost the processor does not stop the bar for seconds
 
 
 class Pace:
     """Names the step of the next poll (`next_poll`) and says at a poll whether painting is due.
 
-    Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time.
+    Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time, by the
+    median of the last five paints; but not more than a second, or ten times what a paint takes if that is longer.
     `clock` returns seconds. `due_at_once` makes the first poll paint; otherwise it waits for `interval`.
     """
 
@@ -93,6 +109,7 @@ class Pace:
         self.next_poll = 0
         self._interval = interval
         self._due = clock() + (0.0 if due_at_once else interval)
+        self._costs: deque[float] = deque(maxlen=_PAINTS_REMEMBERED)
         self.start(0)
 
     def start(self, done: int) -> None:
@@ -126,12 +143,17 @@ class Pace:
             yield
         finally:
             end = self.clock()
-            self._due = end + max(self._interval, (end - start) / _SHARE_OF_TIME)
+            self._costs.append(end - start)
+            cost = median(self._costs)
+            pause = min(cost / _SHARE_OF_TIME, max(_LONGEST_PAUSE_S, cost * _LEAST_PAUSES))
+            self._due = end + max(self._interval, pause)
             self._last_time = end
 
 
 class StdoutWriter(Writer):
     """Prints the summaries it is given, such as one line an epoch, and no single record.
+
+    The line of an epoch is a row of a table on a terminal, and `key=value` pairs elsewhere.
 
     `stream` defaults to what `sys.stdout` is at the time of a line; it is borrowed and never closed. A stream
     that is gone (`train.py | head`) does not end the training.
@@ -139,10 +161,14 @@ class StdoutWriter(Writer):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
+        self._table = EpochTable()
 
     def write(self, records: Sequence[Record]) -> None:
         """Nothing is printed for single records."""
 
     def text(self, line: str) -> None:
         """Print `line`."""
-        QuietStream(self._stream if self._stream is not None else sys.stdout).line(line)
+        stream = QuietStream(self._stream if self._stream is not None else sys.stdout)
+        if isinstance(line, EpochLine) and stream.isatty():
+            line = "\n".join(self._table.rows(line, stream.columns))
+        stream.line(line)

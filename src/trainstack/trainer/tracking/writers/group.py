@@ -107,6 +107,9 @@ class BackgroundWriter(Writer):
             if self._failure is None:
                 self._try(call)
             self._done += 1
+        if self._failure is not None:  # it lacks records, so its run has not finished well
+            reason = f"logging failed: {type(self._failure).__name__}: {self._failure}"
+            self._try(lambda: self.writer.end("failed", reason))
         self._try(self.writer.close)
 
     def _try(self, call: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -126,8 +127,10 @@ class ClearmlWriter(Tracker):
         own |= {"reuse_last_task_id": False} if known is None else {"continue_last_task": known}
         task = Task.init(**(own | self._options))
         # clearml 2.1: waits for a thread that looks at the repository by processes it forks. While other threads work,
-        # such a process may wait for ever for a lock, and with it `close`.
-        task.get_requirements()
+        # such a process may wait for ever for a lock, and with it `close`. ClearML gives up after 300 s. An analysis
+        # that failed leaves a task without a script.
+        with suppress(AttributeError):
+            task.get_requirements()
         if known is not None:
             task.set_initial_iteration(0)  # steps are counted over the whole run
         return self.adopt(task, run)

@@ -27,11 +27,22 @@ _REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 _REFUSED_IN_FILES = re.compile(r"[^\w\-./]", re.ASCII)
 
 
+def _key_of(name: str, keys: dict[str, str]) -> str:
+    """`name` in the characters that MLflow takes. `keys` has the names so far; no two get the same key."""
+    if name not in keys:
+        key, taken, number = _REFUSED.sub("_", name), set(keys.values()), 2
+        base = key
+        while key in taken:
+            key, number = f"{base}_{number}", number + 1
+        keys[name] = key
+    return keys[name]
+
+
 class MlflowWriter(Tracker):
     """Logs to an MLflow server; arguments, plan and hyperparameters are the run's parameters, by dotted names.
 
     Within `with mlflow.start_run():` it logs to that run, unless `tracking_uri`, `experiment` or `run_name` is given. A
-    character that MLflow does not take in a name becomes `_`.
+    character that MLflow does not take in a name becomes `_`. If two names become equal, the second one ends in `_2`.
 
     Args:
         tracking_uri: of the server; by default what MLflow's own settings say, such as MLFLOW_TRACKING_URI.
@@ -55,6 +66,7 @@ class MlflowWriter(Tracker):
         is_own = own_run or any(given is not None for given in (tracking_uri, experiment, run_name))
         super().__init__(own_run=is_own, artifacts=artifacts)
         self._uri, self._run_name = tracking_uri, run_name
+        self._keys: dict[str, str] = {}
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
 
     def find_open(self) -> Any:
@@ -90,9 +102,11 @@ class MlflowWriter(Tracker):
     def _log_params(self, run: RunInfo, known: Any = ()) -> None:
         from mlflow.entities import Param  # type: ignore[import-not-found, unused-ignore]
 
+        values = parameters(run.config)
+        keys = dict[str, str]()
         texts = {
-            _REFUSED.sub("_", name): value if isinstance(value, str) else json.dumps(value)
-            for name, value in parameters(run.config).items()
+            _key_of(name, keys): value if isinstance(value, str) else json.dumps(value)
+            for name, value in values.items()
         }
         params = [Param(name, text[:_LONGEST_PARAM]) for name, text in texts.items() if name not in known]
         for first in range(0, len(params), _PARAMS_A_CALL):
@@ -103,7 +117,7 @@ class MlflowWriter(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_REFUSED.sub("_", r.name), r.value, now, r.step) for r in records]
+        metrics = [Metric(_key_of(r.name, self._keys), r.value, now, r.step) for r in records]
         for first in range(0, len(metrics), _METRICS_A_CALL):
             self._run.log_batch(self._run_id, metrics=metrics[first : first + _METRICS_A_CALL])
 

@@ -1,0 +1,169 @@
+"""`match_weights` finds which tensors of a file fit a model, and `WarmStartReport` says what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainstack._tensor_classes import class_of, is_sharded, plain_parts
+from trainstack.checkpointing.difference import describe
+from trainstack.checkpointing.encoding import tensor_identity
+from trainstack.errors import CheckpointMismatchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStartReport:
+    """The result for each tensor; `str(report)` has it in words.
+
+    Attributes:
+        source: where the weights came from.
+        loaded: names that the model took, those of tied tensors included.
+        missing: names of the model that the source lacks; they are as the model was built.
+        unexpected: names of the source that the model lacks.
+        mismatched: names of both with another shape or kind of dtype, with values that the model's dtype does not hold,
+            or with another value than a tensor that the model ties to it; each with the values of source and
+            model. They are as the model was built.
+        part: the child of the model that took the weights, such as "model"; "" for the model itself. Names but those in
+            `unexpected` are the model's, with this prefix.
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: Mapping[str, str]
+    part: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every tensor of the source has its place in the model, and the reverse."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        count = len(self.loaded)
+        into = f" into {self.part!r}" if self.part else ""
+        parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}{into}"]
+        if self.missing:
+            parts.append(f"{len(self.missing)} missing there stay as they were built: {_format_names(self.missing)}")
+        if self.unexpected:
+            parts.append(f"{len(self.unexpected)} there have no place in the model: {_format_names(self.unexpected)}")
+        if self.mismatched:
+            words = [f"{name} ({what})" for name, what in self.mismatched.items()]
+            parts.append(f"{len(words)} do not fit and stay as they were built: {_format_names(words)}")
+        return "; ".join(parts)
+
+
+def match_weights(
+    model: nn.Module, own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], said: str, *, strict: bool
+) -> tuple[WarmStartReport, dict[str, str]]:
+    """The report of `warm_start`, and the names in `given` of the tensors to load, by their names in the model.
+
+    Args:
+        model: that is to get weights.
+        own: its tensors by name, whole or sharded; their values are not read.
+        given: the weights.
+        said: the name of the weights in messages.
+        strict: refuse weights that do not match in every name and shape.
+
+    Raises:
+        CheckpointMismatchError: nothing fits at all, or not everything while `strict`.
+    """
+    part = _part_that_fits(model, given, own)
+    if part is None:
+        raise CheckpointMismatchError(_nothing_fits(model, given, own, said))
+    prefix = f"{part}." if part else ""
+    weights = {f"{prefix}{key}": value for key, value in given.items()}
+    mismatched = {
+        key: f"{describe(weights[key])} there, {describe(own[key])} in the model"
+        for key in own
+        if key in weights and not _fits(weights[key], own[key])
+    }
+    mismatched |= _changed_values(own, {key: weights[key] for key in own if key in weights and key not in mismatched})
+    fitting = [key for key in own if key in weights and key not in mismatched]
+    taken = {_identity(own[key]) for key in fitting}  # a tied tensor has other names, which files leave out
+    loaded = [key for key in own if key not in mismatched and (key in fitting or _identity(own[key]) in taken)]
+    report = WarmStartReport(
+        source=said,
+        part=part,
+        loaded=tuple(loaded),
+        missing=tuple(key for key in own if key not in weights and key not in loaded),
+        unexpected=tuple(key for key in given if f"{prefix}{key}" not in own),
+        mismatched=mismatched,
+    )
+    if strict and not report.is_complete:
+        raise CheckpointMismatchError(f"{said} does not fit {class_of(model).__name__} in everything. Not {report}.")
+    return report, {key: key.removeprefix(prefix) for key in fitting}
+
+
+def _part_that_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """The path of the part that takes `weights`: "" for the model; None where there is none, or more than one."""
+    children = [name for name, _ in model.named_children()]
+    inner = [f"{name}.{key}" for name in children for key, _ in model.get_submodule(name).named_children()]
+    for level in ([""], children, inner):
+        fits = [part for part in level if _count_fitting(weights, own, f"{part}." if part else "")]
+        if fits:
+            return fits[0] if len(fits) == 1 else None
+    return None
+
+
+def _count_fitting(weights: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> int:
+    return sum(f"{prefix}{key}" in own and _fits(weights[key], own[f"{prefix}{key}"]) for key in weights)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """The value that tied tensors share; for a sharded tensor that of the part of this process."""
+    part = next(plain_parts(tensor)) if is_sharded(tensor) else tensor
+    return tensor_identity(part if part.numel() else tensor)
+
+
+def _fits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kinds = [(tensor.shape, tensor.is_floating_point(), tensor.is_complex()) for tensor in (one, other)]
+    return kinds[0] == kinds[1]
+
+
+def _changed_values(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Why the model would not have the values that it is given, by name; those that it would have are left out."""
+    found, first = dict[str, str](), dict[Any, str]()
+    for key, tensor in given.items():
+        other = first.setdefault(_identity(own[key]), key)
+        both = [one.to(own[key].dtype).nan_to_num() for one in (given[other], tensor)] if other is not key else []
+        if both and not torch.equal(*both):
+            found[key] = f"another value there than {other}, and the model has one tensor for both"
+        elif not _keeps_values(own[key].dtype, tensor):
+            found[key] = f"{describe(tensor)} there, with values that {describe(own[key])} in the model does not hold"
+    return found
+
+
+def _keeps_values(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether `dtype` has the values of `tensor`, rounded, so that no finite one becomes inf and no integer another."""
+    if tensor.dtype is dtype or tensor.is_complex() or not tensor.numel() or tensor.is_meta:
+        return True
+    if not dtype.is_floating_point:
+        return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+    if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
+        return True
+    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+    return not bool((wide.isfinite() & ~wide.to(dtype).to(wide.dtype).isfinite()).any())
+
+
+def _format_names(names: Sequence[str]) -> str:
+    more = len(names) - 6
+    return ", ".join(names[:6]) + (f" and {more} more" if more > 0 else "")
+
+
+def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any], said: str) -> str:
+    fits = [child for child, _ in model.named_children() if _count_fitting(weights, own, f"{child}.")]
+    hint = "Compare the names, and rename: warm_start(model, {new_name: tensor, ...})."
+    if fits:
+        hint = (
+            f"They fit its {_format_names(list(map(repr, fits)))} alike: call warm_start(module.{fits[0]}, ...) for "
+            "the one that you mean, before you make the Trainer."
+        )
+    return (
+        f"nothing in {said} fits {class_of(model).__name__}: it holds {_format_names(list(weights)) or 'no tensors'}; "
+        f"the model has {_format_names(list(own)) or 'none'}. {hint}"
+    )

@@ -1,0 +1,50 @@
+"""Export of weights in the format of `torch.distributed.checkpoint`. That format is written and never read.
+
+Its metadata is a pickle, and it has no hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from trainstack.checkpointing import filesystem
+from trainstack.errors import CheckpointError
+
+
+def write_distributed(weights: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> Path:
+    """Write `weights` as the folder `path`, which `torch.distributed.checkpoint.load` reads; returns its path.
+
+    The names are those of the state dict, without a level above them.
+
+    Raises:
+        CheckpointError: something is at `path`, or the file system refused.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # half a second
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    target = Path(path).absolute()
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists, and is not replaced. Give another path.")
+    temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex}")
+    try:
+        filesystem.make_directories(target.parent)
+        writer = FileSystemWriter(temporary, sync_files=True)
+        with warnings.catch_warnings():  # torch 2.13.0 warns of the single process that `no_dist` asks for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            save(dict(weights), storage_writer=writer, no_dist=True)
+        filesystem.sync_directory(temporary)
+        filesystem.rename(temporary, target)
+        filesystem.sync_directory(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error}. Free space, or give another path.") from error
+    finally:
+        with suppress(OSError):
+            filesystem.remove_tree(temporary)
+    return target

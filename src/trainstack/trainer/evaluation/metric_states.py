@@ -1,0 +1,162 @@
+"""`MergedMetrics`: metrics of torchmetrics that each rank feeds with its part, and whose states the ranks then merge.
+
+Only states whose merge gives the bits of one process are merged: sums of whole numbers, largest and smallest values,
+and lists, which are put one after the other in data set order. A sum of floats depends on the order of its terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainstack.backends import Communicator
+
+# torchmetrics 1.9.0: the functions behind dist_reduce_fx, by name
+_KINDS = {"dim_zero_sum": "sum", "dim_zero_max": "max", "dim_zero_min": "min", "dim_zero_cat": "cat"}
+_OF_EACH_UPDATE = {"_update_count", "_computed"}
+
+
+def kinds_of_states(metric: Any) -> dict[str, str] | None:
+    """How ranks merge each state of `metric`; None where the merge would not be that of one process, bit for bit.
+
+    The declared reductions of torchmetrics tell. A metric that holds other metrics is not merged.
+    """
+    library = sys.modules.get("torchmetrics")
+    base = getattr(library, "Metric", None)
+    if base is None or not isinstance(metric, base) or any(isinstance(one, base) for one in list(metric.modules())[1:]):
+        return None
+    kinds = dict[str, str]()
+    for name, reduction in metric._reductions.items():  # torchmetrics 1.9.0: there is no public name
+        kind, state = _KINDS.get(getattr(reduction, "__name__", "")), metric._defaults[name]
+        exact = isinstance(state, Tensor) and (kind in ("max", "min") or (kind == "sum" and _is_whole(state)))
+        if kind is None or not (exact or (kind == "cat" and isinstance(state, list))):
+            return None
+        kinds[name] = kind
+    return kinds or None
+
+
+class MergedMetrics:
+    """The metrics of one pass whose states can be merged.
+
+    Args:
+        metrics: all metrics of the pass, reset.
+        used: whether ranks evaluate parts. Nothing is merged otherwise.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], *, used: bool) -> None:
+        kinds = {name: kinds_of_states(metric) for name, metric in metrics.items()} if used else {}
+        self._kinds = {name: found for name, found in kinds.items() if found is not None}
+        self._metrics = {name: metrics[name] for name in self._kinds}
+        self._before = {name: _marks(metric, self._kinds[name]) for name, metric in self._metrics.items()}
+        self._plain = {
+            name: {key: deepcopy(value) for key, value in _attributes(metric, self._kinds[name]) if _is_plain(value)}
+            for name, metric in self._metrics.items()
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Of the metrics that each rank feeds as its batches come."""
+        return list(self._metrics)
+
+    def merge(self, comm: Communicator, updates: int) -> tuple[set[str], int]:
+        """Give every metric the states of all ranks; all ranks call it together.
+
+        A metric is left out where an update has changed an attribute that is no state, or where the states of ranks
+        have different shapes or types. It is then as it was before the first update, and has to be given the inputs of
+        all ranks.
+
+        Args:
+            comm: of the ranks.
+            updates: of each metric on this rank.
+
+        Returns:
+            the names of the merged metrics, and the updates of all ranks together.
+        """
+        facts = [fact for name in self._metrics for fact in self._facts(name)]
+        (agreed,) = comm.merge_tensors([torch.tensor(facts, dtype=torch.int64)], ["max"], "the states of metrics")
+        rows = agreed.view(-1, 3).tolist()
+        merged = [
+            name for name, (bad, one, other) in zip(self._metrics, rows, strict=True) if not bad and one == -other
+        ]
+        places = [(name, state, kind) for name in merged for state, kind in self._kinds[name].items()]
+        tensors = [place for place in places if place[2] != "cat"]
+        values = [getattr(self._metrics[name], state).detach().cpu() for name, state, _ in tensors]
+        found = comm.merge_tensors(values, [kind for *_, kind in tensors], "the states of metrics") if tensors else []
+        for (name, state, _), value in zip(tensors, found, strict=True):
+            self._set(name, state, value)
+        self._join_lists(comm, [(name, state) for name, state, kind in places if kind == "cat"])
+        total = int(comm.sum([float(updates)], "the updates of metrics")[0])
+        for name, metric in self._metrics.items():
+            if name not in merged:
+                metric.reset()
+                self._undo(name)
+                continue
+            metric._update_count, metric._computed = total, None  # torchmetrics 1.9.0
+        return set(merged), total
+
+    def _undo(self, name: str) -> None:
+        """Give a metric the attributes that it had before its first update; `reset` may not."""
+        metric = self._metrics[name]
+        for key in [key for key, _ in _attributes(metric, self._kinds[name]) if key not in self._before[name]]:
+            delattr(metric, key)
+        for key, value in self._plain[name].items():
+            setattr(metric, key, value)
+
+    def _join_lists(self, comm: Communicator, places: Sequence[tuple[str, str]]) -> None:
+        if not places:
+            return
+        mine = [[one.detach().cpu() for one in getattr(self._metrics[name], state)] for name, state in places]
+        everyone = zip(*comm.gather(mine, "the lists of metrics"), strict=True)
+        for (name, state), by_rank in zip(places, everyone, strict=True):
+            self._set(name, state, [one for part in by_rank for one in part])
+
+    def _set(self, name: str, state: str, value: Any) -> None:
+        metric = self._metrics[name]
+        at = metric.device
+        setattr(metric, state, [one.to(at) for one in value] if isinstance(value, list) else value.to(at))
+
+    def _facts(self, name: str) -> tuple[int, int, int]:
+        """Whether it must not be merged, and a hash of how its states look, also negated, to be compared by maxima."""
+        metric, kinds = self._metrics[name], self._kinds[name]
+        looks, bad = list[str](), _marks(metric, kinds) != self._before[name]
+        for state, kind in kinds.items():
+            value = getattr(metric, state)
+            if kind == "cat":
+                bad = bad or not (isinstance(value, list) and all(isinstance(one, Tensor) for one in value))
+                continue
+            bad = bad or not isinstance(value, Tensor) or (kind == "sum" and not _is_whole(value))
+            looks.append(f"{state} {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}")
+        digest = hashlib.blake2b("\n".join(looks).encode(), digest_size=7).digest()
+        number = int.from_bytes(digest, "little")
+        return int(bad), number, -number
+
+
+def _is_whole(state: Tensor) -> bool:
+    return not (state.is_floating_point() or state.is_complex() or state.dtype is torch.bool)
+
+
+def _attributes(metric: Any, states: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What an update may change beside states."""
+    apart = {*states, *_OF_EACH_UPDATE, *vars(nn.Module()), "_defaults", "_reductions", "_persistent"}
+    return ((name, value) for name, value in vars(metric).items() if name not in apart)
+
+
+def _marks(metric: Any, states: Mapping[str, str]) -> dict[str, Any]:
+    """Attributes in a form that tells a change."""
+    return {name: _mark(value) for name, value in _attributes(metric, states)}
+
+
+def _mark(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return repr(value) if _is_plain(value) else id(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float | list | tuple | dict | set | Tensor | None)

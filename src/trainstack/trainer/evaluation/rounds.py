@@ -1,0 +1,88 @@
+"""`Rounds` lets all ranks make the same forward passes in an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainstack.backends import Borrowed, TrainerBackend, Workload
+from trainstack.stage import Stage
+from trainstack.trainer.core.borrowing import muted_log, restored_after
+from trainstack.trainer.core.module_snapshot import ModuleSnapshot
+from trainstack.trainer.core.state import RunState
+
+Pair = tuple[Any, int | None]
+"""A batch, and its number of samples where that is known."""
+
+
+class Rounds:
+    """The batches of this rank, one a round. In each round all ranks make one forward pass.
+
+    Ranks agree on each round by one small exchange, so their numbers of batches may differ and need not be known. A
+    rank without a batch evaluates a borrowed one, and drops the outputs: its first batch, or that of another rank where
+    it has none. The borrowed pass leaves logs, buffers and random states as they were.
+
+    Args:
+        pairs: the batches of this rank.
+        stack: whose `forward` is called.
+        work: what `stack.prepare` returned.
+        stage: of the evaluation.
+        state: of the run.
+        should_stop: asked before each round; the evaluation ends on all ranks once it says so on one of them.
+
+    Attributes:
+        is_over: whether no rank has a batch, or a rank wants to stop.
+        stopped_early: whether a rank wanted to stop while batches were left.
+    """
+
+    is_over: bool
+    stopped_early: bool
+
+    def __init__(
+        self,
+        pairs: Iterator[Pair],
+        stack: TrainerBackend,
+        work: Workload,
+        stage: Stage,
+        state: RunState,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self._pairs, self._stack, self._work, self._stage, self._state = pairs, stack, work, stage, state
+        self._should_stop = should_stop or (lambda: False)
+        self._number = 0
+        self._borrowed: Any = None
+        self.is_over = self.stopped_early = False
+
+    def __iter__(self) -> Iterator[Pair]:
+        while not self.is_over:
+            pair = self.next_batch()
+            if pair is not None:
+                yield pair
+
+    def next_batch(self) -> Pair | None:
+        """The batch of this rank in the next round. None where it has none; the borrowed pass is made by then."""
+        pair, comm = next(self._pairs, None), self._work.world.comm
+        place = f"round {self._number} of a {self._stage.name.lower()} pass"
+        having, stopping = comm.sum([pair is not None, self._should_stop()], place)
+        self.is_over = bool(stopping) or not having
+        self.stopped_early = bool(stopping and having)
+        if self.is_over:
+            return None
+        if not self._number:
+            self._borrowed = pair[0] if pair is not None and having == comm.size else self._lend(pair, place)
+        self._number += 1
+        if pair is None:
+            self._evaluate_borrowed()
+        return pair
+
+    def _lend(self, pair: Pair | None, place: str) -> Any:
+        """A batch of this rank, or of the first rank that has one."""
+        comm = self._work.world.comm
+        lender = comm.gather(pair is not None, place).index(True)
+        lent = comm.gather(pair[0] if pair is not None and comm.rank == lender else None, place)
+        return lent[lender] if pair is None else pair[0]
+
+    def _evaluate_borrowed(self) -> None:
+        work, state = self._work, self._state
+        with muted_log(work.module, state), restored_after(work, state, ModuleSnapshot(work.module)) as begin:
+            self._stack.forward(work, self._stage, Borrowed(self._borrowed, begin), state.global_step)

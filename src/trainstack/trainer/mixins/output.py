@@ -1,0 +1,64 @@
+"""The methods of a trainer that print, and that hand values and files to the writers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from trainstack.errors import ConfigurationError
+from trainstack.trainer.mixins.base import TrainerBase
+from trainstack.trainer.tracking.provenance import Provenance
+
+if TYPE_CHECKING:
+    from trainstack.trainer.reporting.reporter import Reporter
+
+
+class OutputMixin(TrainerBase):
+    """Output on one process, and to the writers."""
+
+    def print(
+        self,
+        *values: Any,
+        once: Literal["world", "node"] = "world",
+        sep: str = " ",
+        end: str = "\n",
+        file: TextIO | None = None,
+        flush: bool = True,
+    ) -> None:
+        """`print` on the main process only, or on the first process of each machine."""
+        if self.is_main_process if once == "world" else self.world.local_rank == 0:
+            print(*values, sep=sep, end=end, file=sys.stdout if file is None else file, flush=flush)
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Let the trackers among the writers upload a file or a folder, on the main process.
+
+        A private run uploads what it is given: the caller vouches that the file may be published.
+
+        Args:
+            path: it must stay as it is until the training has ended, since the upload may come later.
+            name: in the tracker; by default that of the file.
+
+        Raises:
+            ConfigurationError: there is no such file, or no training is under way.
+        """
+        path = Path(path).absolute()
+        reporter = self._writing("log_artifact")
+        if self.is_main_process and not path.exists():
+            raise ConfigurationError(f"log_artifact: there is no file or folder {path}. Write it first.")
+        reporter.log_artifact(path, name or path.name)
+
+    def _log_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
+        self._writing(kind)
+        self._context.sink.record_media(kind, name, make, provenance)
+
+    def _writing(self, method: str) -> Reporter:
+        """The reporter, whose writers are open, for `method`."""
+        if self._reporter is None:
+            raise ConfigurationError(
+                f"trainer.{method} was called while no training is under way, so no writer is open. Call it in a hook "
+                "or a subscriber of an event, such as on_end_val_epoch or on_train_end."
+            )
+        return self._reporter

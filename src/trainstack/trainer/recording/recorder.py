@@ -1,0 +1,267 @@
+"""`Recorder` writes what the loop has measured of each global step into the step log of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainstack._files import read_small
+from trainstack.backends import Borrowed, World
+from trainstack.checkpointing.checksums import digest
+from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
+from trainstack.checkpointing.manifest import decode_plain, parse
+from trainstack.errors import CheckpointError, LeaseError
+from trainstack.step_log.checkpoint_heads import heads_in
+from trainstack.step_log.format import ENTRY, CheckpointNote, End, Flag, Kind, Start, pack_details, to_json
+from trainstack.trainer.core.module_extras import without_wrappers
+from trainstack.trainer.core.state import RunState
+from trainstack.trainer.data.step_batches import MicroBatch, StepBatches
+from trainstack.trainer.recording.digests import (
+    BatchDigest,
+    combine,
+    digest_generators,
+    digest_indices,
+    digest_rates,
+    digest_states,
+    digest_tensors,
+)
+from trainstack.trainer.recording.log_file import LogFile
+from trainstack.trainer.reporting.loss_meter import StepEntry, step_loss
+
+_SKIPPED, _NORM, _SAMPLES, _HIDDEN = (flag.value for flag in (Flag.SKIPPED, Flag.NORM, Flag.SAMPLES, Flag.HIDDEN))
+
+DETAILS_EVERY = 200
+"""Details are recorded of the first step of a segment and at log points, from one to the next at least so many steps:
+they take 0.25 ms."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Details of a step whose entry has not been read yet."""
+
+    step: int
+    generators: list[int]
+    batch: BatchDigest = field(default_factory=BatchDigest)
+    gradients: list[list[int]] = field(default_factory=list)
+    tensors: tuple[list[int], ...] = ()
+    table: int = 0
+
+
+class Recorder:
+    """Records the steps of one call of `train()` on one rank.
+
+    Nothing of a step is read from a device before `LossMeter` reads its loss, unless all tensors are recorded. A log
+    that cannot be written any more is given up with a warning, and the training goes on.
+
+    Args:
+        file: the log.
+        start: the segment, which is written now.
+        world: of this process.
+        state: of the run.
+        module: whose parameters are recorded with `mode="full"`.
+        optimizers: of the run.
+        details_every: global steps between two that get details; None for no details.
+        private: whether the run is private: then only steps, skipped steps and learning rates are recorded.
+        hides_loss: whether losses are not recorded.
+        check_owner: raises if another process has taken the folder over.
+        warn: takes a sentence for the user.
+    """
+
+    def __init__(
+        self,
+        file: LogFile,
+        start: Start,
+        *,
+        world: World,
+        state: RunState,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        details_every: int | None,
+        private: bool,
+        hides_loss: bool,
+        check_owner: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._file: LogFile | None = file
+        self._world, self._state, self._module, self._optimizers = world, state, module, optimizers
+        self._private, self._hides_loss = private, hides_loss
+        self._check_owner, self._warn = check_owner, warn
+        self._every, self._due = details_every, state.global_step + 1
+        self.records_tensors = start.mode == "full" and not private
+        self._pending: list[_Pending] = []
+        self._names, self._table = start.parameters, 0
+        self._append((Kind.START, to_json(asdict(start))))
+
+    # --- while a step is made
+
+    def watch(self, steps: Iterable[StepBatches]) -> Iterable[StepBatches]:
+        """`steps`, of which those that get details are looked at when they begin."""
+        return steps if self._every is None else self._watched(steps, self._every)
+
+    def _watched(self, steps: Iterable[StepBatches], every: int) -> Iterator[StepBatches]:
+        state = self._state
+        for step in steps:
+            number = state.global_step + 1
+            if number >= self._due:
+                self._due = number + every - number % every
+                pending = _Pending(number, list(digest_generators(self._world.device).values()))
+                # A step that has failed, and is made again, has left some.
+                self._pending = [one for one in self._pending if one.step < number] + [pending]
+                step.micro_batches = _digested(step.micro_batches, pending.batch)
+            yield step
+
+    def before_update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Optimizers are about to use the gradients, which are clipped."""
+        if self._pending:
+            self._pending[-1].gradients.append(digest_tensors(one.grad for one in self._parameters().values()))
+
+    def after_update(self) -> None:
+        """A step is over, before its gradients are dropped."""
+        if not self._pending:
+            return
+        pending, parameters = self._pending[-1], self._parameters()
+        updates = pending.gradients or [digest_tensors([None] * len(parameters))]
+        gradients = [combine(of_one) if len(updates) > 1 else of_one[0] for of_one in zip(*updates, strict=True)]
+        tensors = list(parameters.values())
+        pending.tensors = gradients, digest_tensors(tensors), digest_states(self._optimizers, tensors)
+        if list(parameters) != self._names:
+            self._names, self._table = list(parameters), self._table + 1
+            self._append((Kind.NAMES, to_json(self._names)))
+        pending.table = self._table
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {without_wrappers(name): one for name, one in self._module.named_parameters()}
+
+    # --- when values have been read
+
+    def take(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
+        """Write the entries of steps, whose values are on the host now, and their details.
+
+        Args:
+            entries: of successive steps.
+            losses: of their micro-batches, one after the other.
+            norms: of those that have one.
+        """
+        pending, self._pending = self._pending, []
+        if not entries or self._file is None:
+            return
+        blocks = [(Kind.STEPS, self._packed(entries, losses, norms))]
+        steps = {entry.step for entry in entries} if pending else ()
+        for one in pending:
+            if one.step in steps:  # else the step has failed
+                batch = one.batch.value()
+                blocks.append((Kind.DETAILS, pack_details(one.step, batch, one.generators, one.tensors, one.table)))
+        self._append(*blocks)
+
+    def _packed(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> bytes:
+        """The payload of a block of steps. By columns: 50 entries, one by one, take 60 us more."""
+        steps, epochs, _, _, own, weights, _, updated, measured, rates, indices = zip(*entries, strict=True)
+        columns = np.zeros(len(entries), ENTRY)
+        columns["step"], columns["epoch"] = steps, epochs
+        flags = [0 if moved else _SKIPPED for moved in updated]
+        if self._hides_loss:
+            flags = [flag | _HIDDEN for flag in flags]
+        else:
+            columns["loss"] = _shares(own, weights, losses)
+        if norms and not self._private:
+            known, left = [norm is not None for norm in measured], iter(norms)
+            columns["norm"] = norms if all(known) else [next(left) if one else 0.0 for one in known]
+            flags = [flag | _NORM if one else flag for flag, one in zip(flags, known, strict=True)]
+        found = [one is not None for one in indices]
+        if any(found):
+            digests = iter(digest_indices([one for one in indices if one is not None]))
+            columns["samples"] = [next(digests) if one else 0 for one in found]
+            flags = [flag | _SAMPLES if one else flag for flag, one in zip(flags, found, strict=True)]
+        columns["flags"] = flags
+        same = rates.count(rates[0]) == len(rates)
+        columns["rates"] = digest_rates(rates[0]) if same else [digest_rates(one) for one in rates]
+        return columns.tobytes()
+
+    # --- checkpoints and the end
+
+    def head(self) -> str | None:
+        """The chain after the last block, in hexadecimal digits, once it is safe on the disk; None without a log."""
+        if self._file is not None:
+            with self._giving_up():
+                self._file.sync()
+        return None if self._file is None else self._file.chain.hex()
+
+    def note_checkpoint(self, path: Path) -> None:
+        """The checkpoint `path` has become safe; on the main process."""
+        try:
+            data = read_small(path / MANIFEST)
+            content = parse(data, path / MANIFEST)
+        except (OSError, CheckpointError):  # of another checkpointer
+            note = CheckpointNote(step=self._state.global_step, name=path.name)
+        else:
+            heads = heads_in(decode_plain(content.metadata))
+            note = CheckpointNote(
+                step=content.global_step or 0,
+                name=content.name,
+                root=content.root,
+                manifest=digest(data),
+                head=heads[self._world.rank] if self._world.rank < len(heads) else None,
+            )
+        self._append((Kind.CHECKPOINT, to_json(asdict(note))))
+
+    def end(self, status: str) -> None:
+        """Write how the segment has ended; a second call does nothing."""
+        with suppress(LeaseError):  # then the log belongs to another process
+            self._append((Kind.END, to_json(asdict(End(step=self._state.global_step, status=status)))))
+        with self._giving_up():
+            if self._file is not None:
+                self._file.close()
+        self._file = None
+
+    def _append(self, *blocks: tuple[Kind, bytes]) -> None:
+        if self._file is None:
+            return
+        self._check_owner()
+        with self._giving_up():
+            self._file.append(*blocks)
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """A block that uses the file. If the system refuses, no more is recorded."""
+        try:
+            yield
+        except OSError as error:
+            self._warn(
+                f"the step log {self._file.path if self._file else ''} cannot be written ({error}), so the steps from "
+                f"here on are not recorded. Free space or mend the folder; the next start continues the log."
+            )
+            with suppress(OSError):
+                if self._file is not None:
+                    self._file.close()
+            self._file = None
+
+
+def _shares(
+    own: Sequence[Sequence[Tensor | float]], weights: Sequence[Sequence[float]], losses: Sequence[float]
+) -> Sequence[float]:
+    """This rank's share of the loss of each step: the losses of its micro-batches, each with its weight."""
+    if len(losses) == len(own) and all(len(one) == 1 == one[0] for one in weights):
+        return losses
+    shares, at = [], 0
+    for one, parts in zip(own, weights, strict=True):
+        shares.append(step_loss(parts, losses[at : at + len(one)]))
+        at += len(one)
+    return shares
+
+
+def _digested(micro_batches: Iterator[MicroBatch], digest: BatchDigest) -> Iterator[MicroBatch]:
+    """`micro_batches`, each of which is added to `digest`, but for borrowed ones. None is kept for the next fetch."""
+    while True:
+        one = next(micro_batches, None)
+        if one is None:
+            return
+        if type(one[0]) is not Borrowed:
+            digest.add(one[0])
+        yield one
+        del one

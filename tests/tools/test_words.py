@@ -1,0 +1,83 @@
+"""tools/words.py: which words it counts, where, and when it fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import words
+
+
+def found(text: str) -> list[str]:
+    return [word for _, word in words.find_words(text)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It prints what it has.",
+        "The run goes\non with step 3.",
+        "The file lies there.",
+        "Nobody waits.",
+        "A process of its own.",
+        "This is no file.",
+        "The table beside it.",
+        "It is written anew.",
+        "It ends by itself.",
+        "So far as it can.",
+    ],
+)
+def test_a_word_to_avoid_is_found(text: str) -> None:
+    assert len(found(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What does it print? A table.",
+        "There is no file.",
+        "It is no longer there.",
+        "The layer outlay is standard.",
+        "N stands for the batch.",
+        "Beyond the asides of a whatsoever.",
+    ],
+)
+def test_ordinary_words_are_not_found(text: str) -> None:
+    assert found(text) == []
+
+
+def test_of_python_comments_messages_and_names_of_tests_count() -> None:
+    source = (
+        '"""Module.\n\nSay what is there."""\n\n\n'
+        "def test_what_it_does() -> None:  # goes on\n"
+        '    what = "whatever"\n'
+        '    raise ValueError(f"nobody is {what}")\n'
+    )
+    lines = sorted(
+        (first + line, word) for first, text in words.texts("a.py", source) for line, word in words.find_words(text)
+    )
+    assert lines == [(3, "what"), (6, "goes on"), (6, "what"), (8, "nobody")]
+
+
+def test_code_in_markdown_does_not_count() -> None:
+    page = "Write `what` here, [so](what-page.md).\n\n```python\nwhat = 1\n```\n\nBut what is this.\n"
+    lines = [first + line for first, text in words.texts("a.md", page) for line, _ in words.find_words(text)]
+    assert lines == [7]
+
+
+@pytest.mark.parametrize(("limit", "code"), [(0.9, 1), (1.0, 0)])
+def test_check_fails_where_a_folder_is_above_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: float, code: int
+) -> None:
+    (tmp_path / "docs" / "more").mkdir(parents=True)
+    (tmp_path / "docs" / "a.md").write_text("It says what it is.\n" + "\n" * 999)
+    (tmp_path / "docs" / "more" / "b.md").write_text("Nothing.\n")
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    monkeypatch.setattr(words, "LIMITS", {"docs": limit, "docs/more": 0.0, words.PAGES: 0.0})
+    monkeypatch.setattr(sys, "argv", ["words.py", "--check", "--list"])
+
+    assert words.main() == code
+
+    printed = capsys.readouterr().out
+    assert "docs/a.md:1: what" in printed
+    assert ("Above the limit: docs." in printed) == (code == 1)

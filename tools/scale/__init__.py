@@ -1,0 +1,1 @@
+"""Requests, messages and bytes of a run, counted for some ranks in threads and computed for thousands."""

@@ -1,0 +1,188 @@
+"""Count the words to avoid (CONTRIBUTING.md, "Language") in the text of the project, for each 1,000 lines of a folder.
+
+`python tools/words.py` prints the rates. `--list` also prints the places, and `--list docs tests/cli` those under some
+paths. `--check` fails where a folder is above its limit in `LIMITS`. The limits are a ratchet: lower one after you
+rewrote a folder. The aim is 1 in 1,000 lines.
+
+Text is: Markdown without code, and in Python files the comments, the strings with a space, and the names of tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMITS = {
+    "docs": 18.5,
+    "docs/coming-from": 1.0,
+    "docs/examples": 2.5,
+    "docs/guides": 1.0,
+    "docs/recipes": 1.0,
+    "examples": 20.0,
+    "src/trainstack": 21.5,
+    "src/trainstack/auditing": 13.0,
+    "src/trainstack/backends": 23.0,
+    "src/trainstack/checkpointing": 19.5,
+    "src/trainstack/cli": 21.5,
+    "src/trainstack/compat": 8.5,
+    "src/trainstack/launching": 26.0,
+    "src/trainstack/sklearn": 9.5,
+    "src/trainstack/testing": 1.0,
+    "src/trainstack/trainer": 28.5,
+    "src/trainstack/verifying": 29.5,
+    "src/trainstack/backends/dp": 3.0,
+    "tests": 20.0,
+    "tests/auditing": 40.0,
+    "tests/backends": 14.0,
+    "tests/checkpointing": 16.0,
+    "tests/cli": 19.0,
+    "tests/compat": 4.5,
+    "tests/contract": 12.0,
+    "tests/examples": 22.5,
+    "tests/gpu": 9.5,
+    "tests/helpers": 15.5,
+    "tests/launching": 10.0,
+    "tests/sklearn": 1.0,
+    "tests/tools": 19.0,
+    "tests/trainer": 14.5,
+    "tests/verifying": 25.5,
+    "tools": 16.0,
+    "pages at the top": 5.0,
+}
+"""The largest rate of each folder, in occurrences for 1,000 lines. A file counts for the longest entry above it."""
+PAGES = "pages at the top"
+"""The entry for README.md, CHANGELOG.md and the other Markdown files of the top folder."""
+
+_AVOIDED = (
+    r"(?P<what>what)\b",  # not in a question
+    r"(?:go|goes|going|gone|went) on\b",
+    r"(?:stands(?! for\b)|lies|lay)\b",
+    r"(?:nobody|somebody|whoever|whatever)\b",
+    r"of (?:its|their) own\b",
+    r"(?<!there )(?:is|are|was|were) no (?!longer\b|more\b|better\b|less\b|\d)[a-z]+",
+    r"(?:beside|besides|aside|heed|heeds|heeded|thereby|meanwhile)\b",
+    r"(?:anew|afresh|under way|in vain|wholly)\b",
+    r"by (?:itself|themselves)\b",
+    r"so far as\b",
+    r"(?:therein|thereof|whence|so too)\b",
+)
+_SPACE = re.compile(r" (?!\))")  # not the one in the lookbehind, whose length has to be fixed
+_WORDS = re.compile(r"\b(?:" + _SPACE.sub(r"\\s+", "|".join(_AVOIDED)) + ")", re.IGNORECASE)
+_CODE = re.compile(
+    r"^ *(?P<fence>```+|~~~+)[^\n]*\n.*?^ *(?P=fence) *$|(?P<ticks>`+)[^`]+?(?P=ticks)|\]\([^)\s]*\)",
+    re.MULTILINE | re.DOTALL,
+)
+_SENTENCE = re.compile(r"[.!?:](?=\s|$)|\n\s*\n")
+_NOT_READ = ("tools/words.py", "tests/tools/test_words.py")
+"""They hold the words themselves."""
+
+
+class Place(NamedTuple):
+    """One occurrence.
+
+    Attributes:
+        file: the path from the root of the project.
+        line: counted from 1.
+        words: the words as written.
+    """
+
+    file: str
+    line: int
+    words: str
+
+
+def find_words(text: str) -> Iterator[tuple[int, str]]:
+    """The words to avoid in `text`, a piece of prose, each with its line counted from 0."""
+    for match in _WORDS.finditer(text):
+        if match["what"] and _in_question(text, match.end()):
+            continue
+        yield text.count("\n", 0, match.start()), " ".join(match[0].split())
+
+
+def _in_question(text: str, start: int) -> bool:
+    end = _SENTENCE.search(text, start)
+    return end is not None and end[0] == "?"
+
+
+def texts(name: str, source: str) -> Iterator[tuple[int, str]]:
+    """The pieces of prose in the file `name`, each with its first line; code in them is replaced by blanks."""
+    pieces = _texts_of_python(source) if name.endswith(".py") else [(1, source)]
+    for line, text in pieces:
+        yield line, _CODE.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), text)
+
+
+def _texts_of_python(source: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield node.lineno, node.name.replace("_", " ")
+
+
+def places() -> tuple[list[Place], Counter[str]]:
+    """All occurrences, and the number of lines of each folder in `LIMITS`."""
+    found: list[Place] = []
+    lines: Counter[str] = Counter()
+    for path in _files():
+        name = path.relative_to(ROOT).as_posix()
+        source = path.read_text(encoding="utf-8")
+        lines[folder_of(name)] += source.count("\n")
+        found += [
+            Place(name, first + line, words) for first, text in texts(name, source) for line, words in find_words(text)
+        ]
+    return found, lines
+
+
+def _files() -> Iterator[Path]:
+    yield from sorted(ROOT.glob("*.md"))
+    for top, endings in (("docs", "md"), ("examples", "py"), ("src", "py"), ("tests", "py"), ("tools", "py")):
+        for path in sorted((ROOT / top).rglob(f"*.{endings}")):
+            if path.relative_to(ROOT).as_posix() not in _NOT_READ:
+                yield path
+
+
+def folder_of(name: str) -> str:
+    """The entry of `LIMITS` that the file `name` counts for."""
+    under = [folder for folder in LIMITS if name.startswith(folder + "/")]
+    return max(under, key=len) if under else PAGES
+
+
+def main() -> int:
+    """Print the rates; with `--check`, return 1 where one is above its limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--list", nargs="*", metavar="PATH", help="print the places too, of all files or under these")
+    parser.add_argument("--check", action="store_true", help="fail where a folder is above its limit")
+    chosen = parser.parse_args()
+    found, lines = places()
+    if chosen.list is not None:
+        for place in found:
+            if not chosen.list or place.file.startswith(tuple(chosen.list)):
+                print(f"{place.file}:{place.line}: {place.words}")
+    counts = Counter(folder_of(place.file) for place in found)
+    above = []
+    for folder, limit in LIMITS.items():
+        rate = 1000 * counts[folder] / max(1, lines[folder])
+        above += [folder] if rate > limit else []
+        print(f"{folder:36} {counts[folder]:5} words {lines[folder]:7} lines {rate:7.2f} in 1,000, limit {limit}")
+    print(f"{'all':36} {len(found):5} words {lines.total():7} lines {1000 * len(found) / lines.total():7.2f} in 1,000")
+    if chosen.check and above:
+        print(f"Above the limit: {', '.join(above)}. `python tools/words.py --list {above[0]}` shows the places;")
+        print("CONTRIBUTING.md has the words to write instead.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
