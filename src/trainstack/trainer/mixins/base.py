@@ -141,8 +141,9 @@ class TrainerBase(AbstractTrainer):
 
     def _give_weights(self, checkpoint: Checkpoint) -> None:
         context = self._context
-        with wait_for_all_ranks(self.world, LOADING, self.args.rank_zero_timeout_s):
-            restore_module(self.module, checkpoint)
+        if not checkpoint.is_empty:
+            with wait_for_all_ranks(self.world, LOADING, self.args.rank_zero_timeout_s):
+                restore_module(self.module, checkpoint)
         if self._evaluation is None or not checkpoint.is_empty:
             saver = self._saver
             self.warm_start_report = start_from_weights(
