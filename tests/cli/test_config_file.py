@@ -92,7 +92,7 @@ def test_values_that_only_code_sets_are_left_out_and_named(tmp_path: Path) -> No
     args = {"output_dir": tmp_path / "run", "progress": "none", "writers": ["csv"], "log_level": "ERROR"}
     ts.Trainer(namespace["Own"](), ts.TrainerArguments(**args, validate_every=lambda trainer: False)).train()
     text = (tmp_path / "run" / "config.yaml").read_text()
-    assert "left out here: validate_every." in text
+    assert "omitted here: validate_every." in text
     assert "trainstack train FILE.py:MODULE --config" in text
     assert ts.TrainerArguments.from_yaml(tmp_path / "run" / "config.yaml").writers == ("csv",)
 
@@ -110,7 +110,7 @@ def test_every_value_that_is_written_is_read_again(tmp_path: Path, name: str, va
     args = ts.TrainerArguments(**{name: value})
     RunFiles(tmp_path, tmp_path, ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments())).write_config(args, {})
     read = ts.TrainerArguments.from_yaml(tmp_path / "config.yaml")
-    assert (f"left out here: {name}." in (tmp_path / "config.yaml").read_text()) is is_left_out
+    assert (f"omitted here: {name}." in (tmp_path / "config.yaml").read_text()) is is_left_out
     assert (read == args) is not is_left_out
 
 

@@ -50,7 +50,7 @@ ROWS = [
     # W-9: found by the trainer or the system, no frame of the user's file
     ([*TRAIN, "--writers", "[csv, nothing]"], "writers: no writer is called 'nothing'."),
     ([*TRAIN, "--device", "cuda:9"], "device='cuda:9'"),
-    ([*TRAIN, "--device", "toaster"], "--device toaster: torch knows no such device"),
+    ([*TRAIN, "--device", "toaster"], "--device toaster: torch has no such device"),
     ([*TRAIN, "--backend", "ddp"], "no launcher has started this one"),
     ([*TRAIN, "--resume", "nowhere"], "nowhere"),
     ([*TRAIN, "--output_dir", "file"], "file"),

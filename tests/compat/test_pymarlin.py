@@ -506,7 +506,7 @@ def test_a_checkpointer_that_cannot_be_called_is_refused_at_once() -> None:
         ts.ConfigurationError, match=r"Misspelt.save cannot .* Write def save\(self, checkpoint_state, "
     ):
         trainer.Trainer(Line(), args, checkpointer=Misspelt())
-    with pytest.raises(ts.ConfigurationError, match=r"Theirs.load .* with resume='auto' .* or leave resume out"):
+    with pytest.raises(ts.ConfigurationError, match=r"Theirs.load .* with resume='auto' .* or remove resume"):
         ts.Trainer(Line(), ts.TrainerArguments(resume="auto", writers=[]), checkpointer=Theirs())
 
 

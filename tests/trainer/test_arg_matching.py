@@ -101,7 +101,7 @@ def test_keyword_only_parameters_and_partial_objects_are_matched() -> None:
 def test_what_is_missing_is_named_with_what_is_provided() -> None:
     with pytest.raises(
         ts.ModuleContractError,
-        match=r"area needs 'width', not among what is provided: \['depth', 'height'\] and \['label'\]",
+        match=r"area requires 'width'. The available names are \['depth', 'height'\] and \['label'\]",
     ):
         call_with_matching_args(area, {"height": 1, "depth": 2}, {"label": 3})
 

@@ -160,7 +160,7 @@ def test_a_call_that_fails_is_named(tmp_path: Path) -> None:
         (2, print, "2 global steps are finished"),
         (1.5, print, "a whole number"),
         (True, print, "a whole number"),
-        (9, lambda trainer, step: None, r"cannot take what call_at_step\(9"),
+        (9, lambda trainer, step: None, r"cannot take the arguments of call_at_step\(9"),
     ],
 )
 def test_a_call_that_cannot_come_is_refused(step: Any, function: Any, message: str, tmp_path: Path) -> None:
@@ -307,7 +307,7 @@ def test_trained_weights_are_kept_at_the_end_only(tmp_path: Path) -> None:
         def on_epoch_end(self, trainer: AbstractTrainer) -> None:
             trainer.keep_trained_weights()
 
-    with pytest.raises(ts.ConfigurationError, match="keep_trained_weights was called in a training"):
+    with pytest.raises(ts.ConfigurationError, match="keep_trained_weights was called during training"):
         trainer_of(tmp_path, None, Wrong).train()
 
     module = Classifier(numbers(24))

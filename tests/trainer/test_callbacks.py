@@ -138,7 +138,7 @@ def test_early_stopping_goes_on_waiting_after_a_resume(tmp_path: Path) -> None:
 
     assert whole.state.epoch == trainer.state.epoch == 5
     assert trainer.stop_reason == whole.stop_reason
-    assert "score has not become better for 3 validations (best: 3, at step 6)" in str(whole.stop_reason)
+    assert "score has not improved for 3 validations (best: 3, at step 6)" in str(whole.stop_reason)
     assert torch.equal(weights(unbroken), weights(module))
 
 
@@ -169,7 +169,7 @@ def test_a_function_may_say_what_is_watched_and_the_default_is_the_checkpointers
 
 
 def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"'accuracy', which never came. Recorded: .*score.*val/loss"):
+    with pytest.raises(ts.ConfigurationError, match=r"'accuracy', which was never recorded. .*score.*val/loss"):
         trained(tmp_path, Scored(1.0), cb.EarlyStopping("accuracy"))
 
     class Logs(Classifier):
@@ -200,7 +200,7 @@ def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validati
     trained(tmp_path, Classifier(numbers(24)), callback(), cb.StepTimer())
 
     (told,) = [record.message for record in caplog.records if "never" in record.message]
-    assert told == f"{callback.__name__} watches 'val/loss', which never came. Recorded: train/loss_epoch."
+    assert told == f"{callback.__name__} monitors 'val/loss', which was never recorded. Recorded: train/loss_epoch."
 
 
 def test_the_defaults_that_the_page_states_are_those_of_the_callbacks() -> None:

@@ -73,7 +73,7 @@ MODULE_MISTAKES = {
                 torch.optim.SGD(s.parameters(), lr=1.0)
             )
         ),
-        r"ReduceLROnPlateau steps on a value at an epoch's end. Say which: SchedulerConfig\(scheduler, monitor=",
+        r"ReduceLROnPlateau steps on a value at the end of an epoch. Name the value: SchedulerConfig\(sch.*, monitor=",
     ),
     "no training loader": (loader(lambda s, b: None), "get_train_dataloader returned None. Return a DataLoader"),
     "a data set instead of a loader": (
@@ -129,7 +129,7 @@ MODULE_MISTAKES = {
     ),
     "a forward of one's own": (
         {"forward": lambda self, x: x},
-        "Broken.forward.* It is what the backend calls; keep your network in an attribute",
+        "Broken.forward.* The backend calls this method; keep your network in an attribute",
     ),
     "a hook with too few arguments": (
         {"on_begin_train_epoch": lambda self, epoch: None},
@@ -184,11 +184,11 @@ ARGUMENT_MISTAKES = {
     "no clipping by zero": ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: .*clip_grads=False for no clipping"),
     "two clippings": ({"clip_grad_value": 1.0, "max_grad_norm": 2.0}, "clipped once, by value or by norm"),
     "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
-    "an unknown device": ({"device": "tpux"}, "device='tpux': torch knows no such device"),
+    "an unknown device": ({"device": "tpux"}, "device='tpux': torch has no such device"),
     "no writers": ({"writers": None}, r"writers=None: write a list .*or \[\] for none"),
     "a writer by itself": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
     "the class of a writer": ({"writers": CsvWriter}, "write a list of names and Writer objects"),
-    "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Give an object: CsvWriter\(\.\.\.\)"),
+    "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Write an object: CsvWriter\(\.\.\.\)"),
     "no backend options": ({"backend_options": None}, "backend_options=None: write a dict of options for each layer"),
     "options that are no dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
     "statistics with another field": ({"stats_args": {"log_stps": 1}}, r"log_stps"),
@@ -232,8 +232,8 @@ def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ((nn.Linear(1, 1),), "given a Linear. Give it an instance of a class derived from ModuleInterface"),
-        ((Classifier,), "given the class Classifier. Give it an instance"),
+        ((nn.Linear(1, 1),), "given a Linear. Write an instance of a class derived from ModuleInterface"),
+        ((Classifier,), "given the class Classifier. Write an instance"),
         ((Classifier(), {"epochs": 1}), r"given a dict. Write TrainerArguments\(\.\.\.\)"),
         ((Classifier(), ts.TrainerArguments(), 3), "given a int. Write a backend string"),
         ((Classifier(), ts.TrainerArguments(), None, "checkpoints"), "given a str. Derive it from Abstract"),
@@ -278,7 +278,7 @@ def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
 def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(broken(on_end_validation_epoch=lambda self: None), tmp_path)
 
-    assert "Broken.on_end_validation_epoch is no hook" in caplog.text
+    assert "Broken.on_end_validation_epoch is not a hook" in caplog.text
     assert "Did you mean 'on_end_val_epoch'?" in caplog.text
 
 
@@ -298,7 +298,7 @@ def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
     lacking = {meant: getattr(ts.ModuleInterface, meant), name: lambda self, *given: None}
     train(broken(**lacking), tmp_path)
 
-    assert f"Broken.{name} is never called by the trainer, and there is no {meant}: did you mean that?" in caplog.text
+    assert f"Broken.{name} is never called by the trainer. Did you mean {meant!r}?" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["get_val_dataloader", "validation_step", "get_val_dataset", "interval", "last_step"])

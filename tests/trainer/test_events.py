@@ -246,7 +246,7 @@ def test_what_subscribed_in_vain_is_said_at_the_end(tmp_path: Path, caplog: pyte
 
     told = [record.message for record in caplog.records if "has never run" in record.message]
     assert len(told) == 2
-    assert any("in_vain" in line and "the event never came" in line for line in told)
+    assert any("in_vain" in line and "the event never occurred" in line for line in told)
     assert any("too_rare" in line and "3 times" in line for line in told)
 
 

@@ -108,7 +108,7 @@ def test_a_trainer_that_exists_loads_one_checkpoint_after_the_other(tmp_path: Pa
 
     @trainer.on(ts.Event.TRAIN_BEGIN)
     def load(trainer: ts.Trainer) -> None:
-        with pytest.raises(ts.ConfigurationError, match="called in a training or an evaluation") as refusal:
+        with pytest.raises(ts.ConfigurationError, match="called during training or an evaluation") as refusal:
             trainer.load_checkpoint(folders[0])
         within.append(str(refusal.value))
 

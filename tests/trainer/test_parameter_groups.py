@@ -52,7 +52,7 @@ def test_patterns_without_decay() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"no_decay": ["heads.*"]}, "'heads.*', which fits no parameter"),
+        ({"no_decay": ["heads.*"]}, "'heads.*', which matches no parameter"),
         ({"no_decay": "bias"}, "write a list"),
         ({"layer_decay": 1.5}, "above 0 and up to 1"),
     ],
@@ -60,7 +60,7 @@ def test_patterns_without_decay() -> None:
 def test_mistakes_are_refused(options: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said.replace("*", r"\*")):
         ts.parameter_groups(Net(), lr=1.0, **options)
-    with pytest.raises(ConfigurationError, match="needs layers with numbers"):
+    with pytest.raises(ConfigurationError, match="requires layers with numbers"):
         ts.parameter_groups(nn.Linear(1, 1), lr=1.0, layer_decay=0.5)
 
 
@@ -99,7 +99,7 @@ def test_a_function_may_return_several_optimizers(tmp_path: Path) -> None:
 def test_keys_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Add the key 'rest'"):
         ts.split_parameters(Net(), ["matrices"])
-    with pytest.raises(ConfigurationError, match="fits no parameter"):
+    with pytest.raises(ConfigurationError, match="matches no parameter"):
         ts.split_parameters(Net(), ["nothing.*", "rest"])
     with pytest.raises(ConfigurationError, match="for each of these names"):
         ts.SupervisedModule(Net(), None, {"rest": "adamw"}, DATA, optimizer_kwargs={"lr": 0.1})

@@ -256,7 +256,7 @@ def test_the_newest_run_with_a_checkpoint_is_continued_also_when_it_is_finished(
 
 
 def test_to_continue_where_nothing_is_names_the_way() -> None:
-    with pytest.raises(ts.CheckpointNotFoundError, match="resume='auto' to begin anew"):
+    with pytest.raises(ts.CheckpointNotFoundError, match="resume='auto' to start a new run"):
         make(resume=True).train()
 
 

@@ -100,7 +100,7 @@ def test_logs_of_another_run_are_never_replaced(changes: dict[str, Any]) -> None
     train("first", **logging)
     before = Path("logs/metrics.csv").read_bytes(), Path("logs/run.json").read_bytes()
 
-    with pytest.raises(ts.ConfigurationError, match=r"^tb_log_dir='logs' holds logs already.*tb_log_dir='logs-2'"):
+    with pytest.raises(ts.ConfigurationError, match=r"^tb_log_dir='logs' already holds logs.*tb_log_dir='logs-2'"):
         make("second", **logging, **changes).train()
     assert before == (Path("logs/metrics.csv").read_bytes(), Path("logs/run.json").read_bytes())
     train("second", writer_args=ts.WriterArguments(tb_log_dir="logs-2"))  # the way that the error names

@@ -466,7 +466,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(spec: str, tmp_path: Path
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "a class for the model": ({"model": Net}, "give a torch.nn.Module that is made already"),
+    "a class for the model": ({"model": Net}, "write an object of a torch.nn.Module"),
     "a class for the loss": (
         {"loss": nn.CrossEntropyLoss},
         r"the class CrossEntropyLoss. Give an object of it: loss=CrossEntropyLoss\(\)",
@@ -476,24 +476,24 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown method for validation": ({"val_forward_fn": "v"}, "val_forward_fn='v': Sequential has no such method"),
     "two mappings": (
         {"input_mapping": {}, "val_input_mapping": {}},
-        "input_mapping holds for training and validation; leave out train_input_mapping and",
+        "input_mapping applies to training and validation; remove train_input_mapping and",
     ),
     "no mapping": ({"output_mapping": 3}, "output_mapping=3: write a dict of old and new names, or a function"),
     "an unknown optimizer": ({"optimizer": "adamv"}, "no optimizer is called 'adamv'. Did you mean 'adam"),
     "no optimizer": ({"optimizer": 3}, "optimizer=3: write a name such as 'adamw'"),
     "options for a made optimizer": (
         {"optimizer": torch.optim.SGD(network().parameters(), lr=0.1)},
-        "optimizer_kwargs={'lr': 0.1} with an optimizer that is made already",
+        "optimizer_kwargs={'lr': 0.1} with an optimizer that exists already",
     ),
     "a scheduler before its optimizer": (
         {"scheduler": lrs.ConstantLR(torch.optim.SGD(network().parameters(), lr=0.1))},
-        "scheduler is a ConstantLR that is made already, but the optimizer is still to be made",
+        "scheduler is a ConstantLR that exists already, but the optimizer does not exist yet",
     ),
     "options for no name": (
         {"scheduler": lambda o: o, "scheduler_kwargs": {"warmup": 3}},
-        "scheduler_kwargs={'warmup': 3} with a scheduler that is no name: put them into functools.partial",
+        "scheduler_kwargs={'warmup': 3} with a scheduler that is not a name: put them into functools.partial",
     ),
-    "an unknown scheduler": ({"scheduler": "onecyclelr"}, "no scheduler is called.*mean 'OneCycleLR'"),
+    "an unknown scheduler": ({"scheduler": "onecyclelr"}, "there is no scheduler.*mean 'OneCycleLR'"),
     "a training batch among the loader's options": (
         {"train_dataloader_kwargs": {"batch_size": 3}},
         r"train_dataloader_kwargs={'batch_size': 3}.*TrainerArguments\(train_batch_size=",
@@ -510,26 +510,26 @@ def test_what_cannot_be_put_together_is_answered_at_once(mistake: str) -> None:
 
 
 FAILURES: dict[str, tuple[dict[str, Any], str]] = {
-    "no target": ({"train_dataset": TensorDataset(torch.rand(9, FEATURES))}, "a batch is a list of 1, in which there"),
+    "no target": ({"train_dataset": TensorDataset(torch.rand(9, FEATURES))}, "a list of 1, which has no target"),
     "a missing input": (
         {"model": Net(), "train_dataset": Named(inputs="x")},
-        r"Net.forward needs 'features', not among what is provided: \['id', 'target', 'x'\]",
+        r"Net.forward requires 'features'. The available names are \['id', 'target', 'x'\]",
     ),
     "a missing target": (
         {"model": Net(), "train_dataset": Named(target="y")},
-        r"cross_entropy needs 'target', not among .*\['features', 'id', 'input', 'y'\]",
+        r"cross_entropy requires 'target'. The available names are .*\['features', 'id', 'input', 'y'\]",
     ),
-    "no loss anywhere": ({"loss": None}, "given no loss, and Sequential returned a Tensor, in which there is none"),
+    "no loss anywhere": ({"loss": None}, "has no loss, and Sequential returned a Tensor, which contains none"),
     "no loss among the items": (
         {"model": WithLoss(), "loss": None, "train_dataset": Named()},
-        r"WithLoss returned the items \['logits', 'loss'\], in which there is none",
+        r"WithLoss returned the items \['logits', 'loss'\], which contains none",
     ),
-    "no data set": ({"train_dataset": 7}, "a int is no data set: it has no __len__ and no __getitem__"),
-    "an unknown loader option": ({"train_dataloader_kwargs": {"worker": 3}}, "does not take the options.*worker"),
+    "no data set": ({"train_dataset": 7}, "a int is not a dataset: it has no __len__ and no __getitem__"),
+    "an unknown loader option": ({"train_dataloader_kwargs": {"worker": 3}}, "does not accept the options.*worker"),
     "an option that the optimizer lacks": ({"optimizer_kwargs": {"momentun": 1}}, "'sgd' takes no momentun. It"),
     "a factory of nothing": (
         {"optimizer": lambda p: None, "optimizer_kwargs": None},
-        "the optimizer factory returned a NoneType. Return an optimizer over the parameters",
+        "the optimizer factory returned a NoneType. Return an optimizer of the parameters",
     ),
 }  # fmt: skip
 

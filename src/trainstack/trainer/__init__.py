@@ -1,4 +1,4 @@
-"""The user API: the module to write, its arguments, the trainer that runs it."""
+"""The user API: base class of modules, arguments, and the trainer."""
 
 from typing import TYPE_CHECKING
 

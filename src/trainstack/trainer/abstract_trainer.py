@@ -1,4 +1,4 @@
-"""`AbstractTrainer`, the trainer as callbacks see it."""
+"""`AbstractTrainer`: the interface of the trainer for callbacks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class AbstractTrainer(MediaLog, ABC):
-    """Runs a module. Annotate the trainer of a callback with this class; `Trainer` documents errors.
+    """Base class of trainers. Use it to annotate the trainer in callbacks; `Trainer` documents errors.
 
-    A derived class defines `train` and `validate`. Other methods raise `NotImplementedError` until it defines them.
+    A derived class must define `train` and `validate`. Other methods raise `NotImplementedError` unless overridden.
 
     Attributes:
         module: the user's module, never wrapped.
@@ -48,36 +48,36 @@ class AbstractTrainer(MediaLog, ABC):
 
     @abstractmethod
     def train(self) -> None:
-        """Train, and validate as the arguments say."""
+        """Train, and validate as the arguments specify."""
 
     @abstractmethod
     def validate(
         self, dataloaders: Any = None, *, log: bool | None = None, keep_outputs: bool = True
     ) -> dict[str, Any]:
-        """Evaluate the validation data, or `dataloaders`; outputs by loader."""
+        """Evaluate the validation data, or `dataloaders`; return the outputs by loader."""
 
     def test(self) -> dict[str, Any]:
-        """Evaluate the test data; outputs by loader."""
+        """Evaluate the test data; return the outputs by loader."""
         raise self._not_offered("test")
 
     def predict(self, dataloader: Any) -> Any:
-        """Predict for the data of `dataloader`; the collected outputs."""
+        """Predict for the data of `dataloader`; return the outputs."""
         raise self._not_offered("predict")
 
     def request_stop(self, reason: str, *, then_raise: Exception | None = None) -> None:
-        """Ask for the end of the training at the next step boundary; `train()` raises `then_raise` after it."""
+        """Request the end of training at the next step boundary; `train()` then raises `then_raise`."""
         raise self._not_offered("request_stop")
 
     def save_checkpoint(self, force: bool = False) -> None:
-        """Save a checkpoint, at the next step boundary where a step or a hook is under way."""
+        """Save a checkpoint; during a step or a hook, at the next step boundary."""
         raise self._not_offered("save_checkpoint")
 
     def export(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the module's state as the folder `path`; `overwrite` replaces an export of another state there."""
+        """Write the module's state to the folder `path`; `overwrite` replaces an export of another state there."""
         raise self._not_offered("export")
 
     def load_export(self, path: str | os.PathLike[str]) -> None:
-        """Load the module's state from the folder `path`, which `export` has written."""
+        """Load the module's state from the folder `path`, written by `export`."""
         raise self._not_offered("load_export")
 
     @property
@@ -87,22 +87,22 @@ class AbstractTrainer(MediaLog, ABC):
 
     @property
     def world(self) -> World:
-        """This process's place among all, and its device."""
+        """The rank of this process, the number of processes, and the device."""
         raise self._not_offered("world")
 
     @property
     def output_dir(self) -> Path:
-        """The folder of the run, absolute."""
+        """The absolute path of the run's folder."""
         raise self._not_offered("output_dir")
 
     @property
     def log_dir(self) -> Path:
-        """The folder of the logs: `output_dir`, unless `writer_args` name another."""
+        """The folder of the logs: `output_dir`, unless `writer_args` has another folder."""
         raise self._not_offered("log_dir")
 
     @property
     def device(self) -> torch.device:
-        """The device that this process trains on."""
+        """The device of this process."""
         return self.world.device
 
     @property
@@ -112,17 +112,17 @@ class AbstractTrainer(MediaLog, ABC):
 
     @property
     def is_training(self) -> bool:
-        """Whether `train()` is under way."""
+        """Whether `train()` is running."""
         raise self._not_offered("is_training")
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that step."""
+        """The optimizers of the run."""
         raise self._not_offered("optimizers")
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """The schedulers that step."""
+        """The schedulers of the run."""
         raise self._not_offered("schedulers")
 
     @property
@@ -135,7 +135,7 @@ class AbstractTrainer(MediaLog, ABC):
         raise self._not_offered("limit_steps_per_epoch")
 
     def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
-        """Call `function` once, when global step `step` is finished."""
+        """Call `function` once after global step `step`."""
         raise self._not_offered("call_at_step")
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -147,18 +147,18 @@ class AbstractTrainer(MediaLog, ABC):
         raise self._not_offered("unfreeze")
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        """A block in which the module has the weights that are evaluated."""
+        """Return a context manager in which the module has the evaluated weights."""
         raise self._not_offered("evaluation_context")
 
     def post_processing(self) -> AbstractContextManager[None]:
-        """A block in which parameters and buffers of a private run may be changed, without use of its records."""
+        """Return a context manager in which parameters and buffers of a private run may change."""
         raise self._not_offered("post_processing")
 
     def keep_trained_weights(self) -> None:
-        """Keep the trained weights, so that others can be written into the module after a training."""
+        """Keep a copy of the trained weights, so that others can be written into the module after training."""
         raise self._not_offered("keep_trained_weights")
 
     @property
     def keeps_trained_weights(self) -> bool:
-        """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
+        """Whether the module has weights other than the trained ones, see `keep_trained_weights`."""
         raise self._not_offered("keeps_trained_weights")

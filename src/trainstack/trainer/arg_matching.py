@@ -19,19 +19,19 @@ NameMapping = Mapping[str, str] | Callable[[Any], Any]
 
 
 def apply_mapping(mapping: NameMapping | None, value: Any) -> Any:
-    """`value` under other names; never changed in place.
+    """Return `value` with other names; `value` itself is not changed.
 
     Args:
-        mapping: old names and new ones, or a function that is given `value`, or None for no change. Names that
-            `value` lacks are passed over, names that are not mapped stay.
-        value: for names, a dict or other mapping, a dataclass, or a tuple or list, whose items are called `_0`, `_1`,
-            and so on. A function gets anything.
+        mapping: dict of old to new names, or a function of `value`, or None for no change. Names that `value` lacks are
+            ignored; items without an entry keep their names.
+        value: for a dict of names, a dict or other mapping, a dataclass, or a tuple or list, whose items have the names
+            `_0`, `_1`, and so on. For a function, any value.
 
     Returns:
-        A dict, or what the function returned.
+        A dict, or the result of the function.
 
     Raises:
-        ModuleContractError: `value` has no names, or two items would get the same one.
+        ModuleContractError: `value` has no names, or two items would get the same name.
     """
     if mapping is None:
         return value
@@ -41,7 +41,7 @@ def apply_mapping(mapping: NameMapping | None, value: Any) -> Any:
     named = {f"_{position}": item for position, item in enumerate(value)} if by_position else as_named(value)
     if named is None:
         raise ModuleContractError(
-            f"names cannot be mapped in a {type(value).__name__}. Use a function as the mapping, or give a dict, a "
+            f"names cannot be mapped in a {type(value).__name__}. Use a function as the mapping, or return a dict, a "
             "dataclass, a tuple or a list."
         )
     names = Counter(mapping.get(name, name) for name in named)
@@ -49,13 +49,13 @@ def apply_mapping(mapping: NameMapping | None, value: Any) -> Any:
     if twice:
         raise ModuleContractError(
             f"the mapping {dict(mapping)} makes two items {twice[0]!r} of the items {list(named)}. Map the other one "
-            "to a name of its own."
+            "to a different name."
         )
     return {mapping.get(name, name): item for name, item in named.items()}
 
 
 def as_named(value: Any) -> dict[str, Any] | None:
-    """A mapping or a dataclass as a dict, not copied deeply; None for anything else."""
+    """Return a mapping or a dataclass as a shallow dict; None for other values."""
     if isinstance(value, Mapping):
         return dict(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -66,10 +66,10 @@ def as_named(value: Any) -> dict[str, Any] | None:
 def select_mappings(
     kind: str, general: NameMapping | None, train: NameMapping | None, val: NameMapping | None
 ) -> tuple[NameMapping | None, NameMapping | None]:
-    """The mappings for training and for the rest.
+    """Return the mappings for training and for evaluation.
 
     Raises:
-        ConfigurationError: a general one is given beside one of the others, or something is no mapping.
+        ConfigurationError: a general mapping is given together with a specific one, or a value is not a mapping.
     """
     given = {f"{kind}_mapping": general, f"train_{kind}_mapping": train, f"val_{kind}_mapping": val}
     for name, mapping in given.items():
@@ -77,8 +77,8 @@ def select_mappings(
             raise ConfigurationError(f"{name}={mapping!r}: write a dict of old and new names, or a function.")
     if general is not None and (train is not None or val is not None):
         raise ConfigurationError(
-            f"{kind}_mapping holds for training and validation; leave out train_{kind}_mapping and "
-            f"val_{kind}_mapping, or leave {kind}_mapping out and write both."
+            f"{kind}_mapping applies to training and validation; remove train_{kind}_mapping and "
+            f"val_{kind}_mapping, or remove {kind}_mapping and write both."
         )
     return (train, val) if general is None else (general, general)
 
@@ -86,25 +86,32 @@ def select_mappings(
 def call_with_matching_args(function: Callable[..., Any], *sources: Mapping[str, Any]) -> Any:
     """Call `function` with the values of `sources` whose names are its parameters.
 
-    Other values are left out, unless the function has `**kwargs`; defaults stay where nothing is given. Its signature
-    is read once, at the first call.
+    Other values are omitted, unless the function has `**kwargs`. Parameters without a value keep their defaults. The
+    signature is read once, at the first call.
+
+    Args:
+        function: function or module; a module is called with the parameters of its `forward`.
+        *sources: values by name.
+
+    Returns:
+        The result of `function`.
 
     Raises:
-        ModuleContractError: a parameter without a default is in none of the sources, a value is in two, or the function
-            has `*args` or positional-only parameters, which have no names to go by.
+        ModuleContractError: no source has a value for a parameter without a default, two sources have different
+            values for one, or the function has `*args` or positional-only parameters, which cannot be matched by name.
     """
     return function(**parameters_of(function).pick(*sources))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a function can be given by name.
+    """Parameters of a function that can be passed by name.
 
     Attributes:
-        function: its name, for messages.
-        names: of all parameters, in order.
-        required: those without a default.
-        takes_all: whether it has `**kwargs`.
+        function: name of the function, for messages.
+        names: names of all parameters, in order.
+        required: names of parameters without a default.
+        takes_all: whether the function has `**kwargs`.
     """
 
     function: str
@@ -113,7 +120,7 @@ class Parameters:
     takes_all: bool
 
     def pick(self, *sources: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that the function takes; see `call_with_matching_args`."""
+        """Select the values for the function's parameters; see `call_with_matching_args`."""
         picked: dict[str, Any] = {}
         for source in sources:
             for name in source if self.takes_all else [name for name in self.names if name in source]:
@@ -126,17 +133,17 @@ class Parameters:
         missing = [name for name in self.required if name not in picked]
         if missing:
             raise ModuleContractError(
-                f"{self.function} needs {', '.join(map(repr, missing))}, not among what is provided: "
+                f"{self.function} requires {', '.join(map(repr, missing))}. The available names are "
                 f"{_provided(sources)}. Rename with a mapping, or give the parameter a default."
             )
         return picked
 
 
 def parameters_of(function: Callable[..., Any]) -> Parameters:
-    """The parameters of `function`; of a module, those of its `forward`, also where torch.compile has wrapped it.
+    """Return the parameters of `function`; of a module those of its `forward`, also if torch.compile has wrapped it.
 
     Raises:
-        ModuleContractError: it has no signature, or one that cannot be matched by name.
+        ModuleContractError: it has no signature, or parameters that cannot be matched by name.
     """
     if isinstance(function, nn.Module):
         module = getattr(function, "_orig_mod", function)
@@ -146,7 +153,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
     bound, plain = hasattr(function, "__self__"), getattr(function, "__func__", function)
     try:
         known = _KNOWN.setdefault(plain, {})
-    except TypeError:  # it cannot be hashed or weakly referred to
+    except TypeError:  # not hashable, or without weak references
         return _read(function)
     if bound not in known:
         known[bound] = _read(function)
@@ -154,7 +161,7 @@ def parameters_of(function: Callable[..., Any]) -> Parameters:
 
 
 def _of_adapted(module: nn.Module) -> Parameters:
-    """The parameters of a `PeftModel`, which hands on to its base model what it has no parameter for itself."""
+    """Return the parameters of a `PeftModel`, which passes arguments that it does not have to its base model."""
     own, base = _read(module.forward), parameters_of(module.get_base_model())  # type: ignore[operator]
     return Parameters(
         function=own.function,
@@ -165,7 +172,7 @@ def _of_adapted(module: nn.Module) -> Parameters:
 
 
 _KNOWN: WeakKeyDictionary[Any, dict[bool, Parameters]] = WeakKeyDictionary()
-"""By function, apart from the object it is bound to, so that every model of a class shares one entry."""
+"""Parameters by function and by whether it is bound, so that all models of a class share one entry."""
 
 
 def _read(function: Callable[..., Any]) -> Parameters:
@@ -173,16 +180,16 @@ def _read(function: Callable[..., Any]) -> Parameters:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise ModuleContractError(f"{name} has no signature to match names with. Wrap it in a function.") from error
+        raise ModuleContractError(f"{name} has no signature for matching names. Wrap it in a function.") from error
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if takes_all:  # by which names reach a function that hands on all of its arguments
+    if takes_all:  # a function with *args and **kwargs passes on all of its arguments, so names reach it as keywords
         parameters = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
             raise ModuleContractError(
-                f"{name} takes {star}{parameter.name} by position only, so names cannot be matched with it. Give it "
-                "named parameters, or have the loader give tuples."
+                f"{name} takes {star}{parameter.name} by position only, so names cannot be matched with it. Use named "
+                "parameters, or let the loader return tuples."
             )
     named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
     return Parameters(
@@ -202,19 +209,19 @@ TARGETS = ("target", "targets", "labels", "label")
 
 
 def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """Arguments for `update` of a metric.
+    """Return the arguments for `update` of a metric.
 
     Args:
-        outputs: what a step returned. Its loss, the first item of a tuple or the item `loss`, is left out.
-        batch: what the loader gave. Its target is the last item of a tuple or list, or an item named as in `TARGETS`,
-            or such an attribute, also `y`, of another object, such as a batch of graphs.
+        outputs: outputs of a step. The loss, the first item of a tuple or the item `loss`, is omitted.
+        batch: batch from the loader. Its target is the last item of a tuple or list, or an item with a name in
+            `TARGETS`, or an attribute with such a name or `y` of another object, such as a batch of graphs.
 
     Returns:
-        For outputs with names, these and those of the batch, to be matched by name. For others `(prediction, target)`
-        if there is one output and the batch has a target, else all outputs.
+        For outputs with names, a dict of these and of the batch's items, to be matched by name. For other outputs
+        `(prediction, target)` if there is one output and the batch has a target, otherwise all outputs.
 
     Raises:
-        ModuleContractError: there are no outputs but a loss.
+        ModuleContractError: the only output is a loss.
     """
     names, target = as_named(batch), {}
     if names is None and isinstance(batch, tuple | list) and len(batch) > 1:
@@ -234,8 +241,8 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
         items = items[1:]  # the loss
     if not items:
         raise ModuleContractError(
-            "there are metrics, and the step returned nothing but a loss, so nothing to feed them with. Return "
-            "predictions as well, such as (loss, predictions), or define metric_inputs(self, outputs, batch)."
+            "there are metrics, and the step returned only a loss, so the metrics have no inputs. Return "
+            "predictions too, such as (loss, predictions), or define metric_inputs(self, outputs, batch)."
         )
     wanted = next((name for name in TARGETS if name in (names or {})), None)
     if wanted is not None and names is not None:
@@ -244,20 +251,20 @@ def default_metric_inputs(outputs: Any, batch: Any) -> tuple[Any, ...] | dict[st
 
 
 _OPTIONS_OF_LOSSES = frozenset({"ignore_index", "label_smoothing", "reduce", "reduction", "size_average"})
-"""Parameters of torch's loss functions that no item of a batch is for."""
+"""Parameters of torch's loss functions that are options, not inputs."""
 
 
 def unused_items_message(
     items: Mapping[str, Tensor], functions: Sequence[Callable[..., Any]], others: Sequence[Callable[..., Any]]
 ) -> str | None:
-    """The warning for `items` that neither `functions` nor `others` have a parameter for; None if there are none.
+    """Return a warning about items of a batch that no function has a parameter for; None if there are none.
 
-    One whole number a sample is probably its id, which is worth a word only if a parameter is called alike.
+    One integer for each sample is probably its id: it is reported only if a parameter has a similar name.
 
     Args:
-        items: the tensors of a batch by name.
-        functions: the model and the loss, whose parameters are proposed.
-        others: such as the `update` of metrics, which gets the item that is named like a target.
+        items: tensors of a batch by name.
+        functions: the model and the loss, whose parameters are suggested.
+        others: other functions, such as the `update` of metrics, which get the item with the name of a target.
     """
     named = [parameters_of(function) for function in functions]
     if any(one.takes_all for one in named):
@@ -275,6 +282,7 @@ def unused_items_message(
     }
     unused = []
     for name in (name for name in items if name not in known):
+        # 0.4 instead of 0.6: there are few candidates, so a weak similarity is a useful hint.
         near = difflib.get_close_matches(name, free, n=1, cutoff=0.4)
         if near:
             unused.append(f"{name!r} (did you mean {near[0]!r} of {free[near[0]]}?)")
@@ -284,26 +292,27 @@ def unused_items_message(
         return None
     takers = " or ".join(one.function for one in named)
     return (
-        f"the batches have {', '.join(unused)}, which no parameter of {takers} takes, so nothing uses them. Rename "
-        "them with input_mapping={'old': 'new'}, or leave them out of the data set."
+        f"the batches have {', '.join(unused)}, which no parameter of {takers} takes, so they are not used. Rename "
+        "them with input_mapping={'old': 'new'}, or remove them from the dataset."
     )
 
 
 def check_not_correctness(outputs: Any, inputs: Any, step: str, metric: str) -> None:
-    """Refuse booleans as the only output beside a target of numbers: they tell which predictions are right.
+    """Raise an error if the only output is boolean and the target has numbers: it says which predictions are right.
 
     Args:
-        outputs: of the step.
-        inputs: what `default_metric_inputs` made of them.
-        step, metric: names for the message.
+        outputs: outputs of the step.
+        inputs: result of `default_metric_inputs`.
+        step: name of the step for the message.
+        metric: name of the metric for the message.
 
     Raises:
-        ModuleContractError: saying what to return.
+        ModuleContractError: the output is boolean; the message names the right output.
     """
     if not isinstance(inputs, tuple) or len(inputs) != 2:
         return
     if isinstance(outputs, tuple | list) and any(item is inputs[1] for item in outputs):
-        return  # the step chose both
+        return  # the step has selected the prediction and the target
     prediction, target = (str(getattr(item, "dtype", None)).removeprefix("torch.") for item in inputs)
     if prediction == "bool" and target != "bool":
         raise ModuleContractError(
@@ -313,13 +322,13 @@ def check_not_correctness(outputs: Any, inputs: Any, step: str, metric: str) -> 
 
 
 def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[str, Any]], None]:
-    """A function that calls `update` of a metric with a tuple by position, or with what it takes of a dict.
+    """Return a function that calls `update` of a metric with the items of a tuple or the matching items of a dict.
 
-    A dict is matched by name; where that leaves a parameter without a value, the item that is named like a prediction
-    and the one that is named like a target are given by position. The signature is read once, at the first dict.
+    A dict is matched by name. If a parameter then has no value, the item with the name of a prediction and the item
+    with the name of a target are passed by position. The signature is read once, at the first dict.
 
     Raises:
-        ModuleContractError: by that function: the dict has neither; the message names what there is.
+        ModuleContractError: raised by that function if the dict has neither; the message has the available names.
     """
     takes: list[Parameters | None] = []
 
@@ -329,7 +338,7 @@ def feeder(update: Callable[..., Any]) -> Callable[[tuple[Any, ...] | Mapping[st
             return
         if not takes:
             kinds = [parameter.kind for parameter in inspect.signature(update).parameters.values()]
-            hands_on = inspect.Parameter.VAR_POSITIONAL in kinds  # as collections of metrics do
+            hands_on = inspect.Parameter.VAR_POSITIONAL in kinds  # collections of metrics pass on their arguments
             takes.append(None if hands_on else parameters_of(update))
         pair = [next((inputs[name] for name in inputs if name in known), None) for known in (PREDICTIONS, TARGETS)]
         has_pair = all(item is not None and not isinstance(item, Mapping) for item in pair)

@@ -26,14 +26,14 @@ from trainstack.trainer.tracking.writers import check_writers
 
 @dataclass(frozen=True, kw_only=True)
 class StatsArguments:
-    """PyMarlin's place for `log_steps`; the same as `TrainerArguments.log_every`, and wins over it."""
+    """PyMarlin's class for `log_steps`: the same as `TrainerArguments.log_every`, which it overrides."""
 
     log_steps: int = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriterArguments:
-    """PyMarlin's place for `tb_log_dir`: where writers write, instead of `TrainerArguments.output_dir`."""
+    """PyMarlin's class for `tb_log_dir`: the folder of the writers, instead of `TrainerArguments.output_dir`."""
 
     tb_log_dir: str | None = None
 
@@ -43,21 +43,21 @@ class WriterArguments:
 
     @property
     def log_dir(self) -> str | None:
-        """Where all writers and the report write; None for the folder of the run."""
+        """The folder of all writers and the report; None for the folder of the run."""
         return self.tb_log_dir
 
 
 Unchecked = Any
-"""`TrainerArguments` before they are checked: nothing is certain about the types of their values."""
+"""`TrainerArguments` before they are checked: their values may have any type."""
 
 _MEANT = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def _check_kinds(args: Unchecked) -> None:
-    """Refuse what is of another kind than its argument, so that what is looked at later is there."""
+    """Check the types of values, so that later checks can use their attributes."""
     if not isinstance(args.backend, str):
         raise ConfigurationError(
-            f"backend={args.backend!r}: write a backend string such as 'sp-bf16'. A stack that is built already goes "
+            f"backend={args.backend!r}: write a backend string such as 'sp-bf16'. Pass a stack that is built already "
             "to Trainer(..., trainer_backend=...)."
         )
     options = args.backend_options
@@ -68,7 +68,7 @@ def _check_kinds(args: Unchecked) -> None:
         )
     if not isinstance(args.checkpointer_args, DefaultCheckpointerArguments):
         raise ConfigurationError(
-            f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or give your own "
+            f"checkpointer_args={args.checkpointer_args!r}: write DefaultCheckpointerArguments(...), or pass your own "
             "checkpointer to Trainer(..., checkpointer=...)."
         )
     if args.output_dir is not None and not isinstance(args.output_dir, str | PathLike):
@@ -104,22 +104,22 @@ def _check_overwrite(args: Unchecked) -> None:
     if args.overwrite and args.resume is not False:
         raise ConfigurationError(
             f"overwrite=True, resume={args.resume!r}: the first deletes the run in output_dir and the second continues "
-            "a run. Write one of them; with both, a start after an interruption would delete what was trained."
+            "a run. Write one of them; with both, a start after an interruption would delete the trained weights."
         )
 
 
 def _check_remote(args: Unchecked) -> None:
-    """Refuse what does not go together with addresses such as `s3://bucket/run`."""
+    """Check the combinations of arguments with addresses such as `s3://bucket/run`."""
     if not is_address(args.output_dir):
         if args.local_dir is not None:
             raise ConfigurationError(
                 f"local_dir={args.local_dir!r} is the local copy of a run whose output_dir is an address such as "
-                "'s3://bucket/run'. Write output_dir alone for a local run."
+                "'s3://bucket/run'. Write only output_dir for a local run."
             )
         if is_address(args.resume) and args.output_dir is None:
             raise ConfigurationError(
                 f"resume={args.resume!r} without output_dir: write output_dir='s3://...', resume='auto' to continue "
-                "the run at that address, or the output_dir of a new run that begins from there."
+                "the run at that address, or the output_dir of a new run that begins with its state."
             )
         return
     theirs, writers = args.checkpointer_args, args.writer_args
@@ -128,8 +128,8 @@ def _check_remote(args: Unchecked) -> None:
     for name, value in elsewhere.items():
         if value:
             raise ConfigurationError(
-                f"{name}={value!r} with output_dir={args.output_dir!r}: what is written outside of the folder of the "
-                "run is not uploaded. Leave it out."
+                f"{name}={value!r} with output_dir={args.output_dir!r}: files outside of the folder of the run are not "
+                "uploaded. Remove it."
             )
     if theirs.delete_existing_checkpoints:
         raise ConfigurationError(
@@ -154,7 +154,7 @@ def _check_data_sharding(given: Any) -> None:
 
 
 def _check_device(device: Any) -> None:
-    """Refuse what no machine has; whether this one has it is looked at when the run begins."""
+    """Check that a device may exist on some machine; the start of the run checks this one."""
     several = isinstance(device, list | tuple) and bool(device)
     for one in device if several else [device]:
         why = _why_no_device(one, least=0 if several else -1)
@@ -166,7 +166,7 @@ def _check_device(device: Any) -> None:
 
 
 def _why_no_device(one: Any, least: int) -> str | None:
-    """The beginning of a sentence; None if `one` may be a device."""
+    """Return the beginning of a sentence on an invalid device; None if `one` may be a device."""
     if isinstance(one, int) and not isinstance(one, bool):
         return None if one >= least else ""
     if not isinstance(one, str | torch.device) or one == "":
@@ -176,15 +176,15 @@ def _why_no_device(one: Any, least: int) -> str | None:
     except RuntimeError:
         if isinstance(one, str) and (number := one.removeprefix("gpu").removeprefix(":")).isdigit() | (one == "gpu"):
             return f"torch calls it 'cuda{':' + number if number else ''}'; "
-        return "torch knows no such device; "
+        return "torch has no such device; "
     return "its tensors have no values; " if meta else None
 
 
 def expanded_paths(args: Unchecked) -> dict[str, Any]:
-    """The arguments that are paths, with the home folder for `~`.
+    """Return the arguments that are paths, with `~` replaced by the home folder.
 
     Raises:
-        ConfigurationError: one is an address of a store that cannot be used.
+        ConfigurationError: a path is the address of a store that cannot be used.
     """
     given = {name: getattr(args, name) for name in ("output_dir", "resume", "init_weights_from", "local_dir")}
     return {
@@ -195,18 +195,18 @@ def expanded_paths(args: Unchecked) -> dict[str, Any]:
 
 
 RESUME_WORDS = ("auto", "last", "best")
-"""What `resume` may say in place of a path."""
+"""Values of `resume` in place of a path."""
 
 
 def resolve_backend(args: Unchecked) -> str:
-    """`args.backend`, with the process layer of this process for "auto"."""
+    """Return `args.backend`, with "auto" replaced by the process layer of this process."""
     if registered_backend(args.backend) is not None:
         return str(args.backend)
     return expand_auto(args.backend, joins=args.distributed_training_args is not None)
 
 
 def _check_resume(value: Any) -> None:
-    """Refuse what cannot be resumed from, and words that would be taken for the name of a folder."""
+    """Check `resume`, and reject strings such as "true", which would be the name of a folder."""
     meant = _MEANT.get(value.lower()) if isinstance(value, str) else None
     if meant is not None:
         raise ConfigurationError(
@@ -228,7 +228,7 @@ def _check_writers(writers: Any) -> None:
     for writer in writers:
         if isinstance(writer, type):
             raise ConfigurationError(
-                f"writers=[{writer.__name__}] has the class itself. Give an object: {writer.__name__}(...)."
+                f"writers=[{writer.__name__}] has the class itself. Write an object: {writer.__name__}(...)."
             )
     try:
         check_writers(writers)
@@ -262,10 +262,10 @@ _DISPLAYS = (*DISPLAYS, None)
 
 
 def check_arguments(args: Unchecked) -> None:
-    """Check every field and how they go together.
+    """Check every field and the combinations of fields.
 
     Raises:
-        ConfigurationError: naming the first argument that is wrong.
+        ConfigurationError: an argument is invalid; it names the first one.
     """
     _check_kinds(args)
     _check_numbers(args)
@@ -278,13 +278,13 @@ _OTHERWISE = {
     "max_grad_norm": "clip_grads=False for no clipping",
     "clip_grad_value": "None for no clipping",
     "rank_zero_timeout_s": "float('inf') for no limit",
-    "lease_timeout_s": "leave it out for 60 s",
+    "lease_timeout_s": "omit it for 60 s",
 }
 
 
 def _check_numbers(args: Unchecked) -> None:
     _whole_number("epochs", args.epochs, 0)
-    _whole_number("seed", args.seed, 0, most=2**63 - 1)  # what torch.manual_seed takes
+    _whole_number("seed", args.seed, 0, most=2**63 - 1)  # the range of torch.manual_seed
     _whole_number("sanity_val_steps", args.sanity_val_steps, -1)
     _whole_number("overfit_batches", args.overfit_batches, -1)
     if not isinstance(args.fast_dev_run, bool):
@@ -298,7 +298,7 @@ def _check_numbers(args: Unchecked) -> None:
         raise ConfigurationError(
             f"train_batch_size={args.train_batch_size} and "
             f"per_device_train_batch_size={args.per_device_train_batch_size}: the first counts a step's samples on all "
-            "processes together, the second on each. Leave one of them out."
+            "processes together, the second on each. Remove one of them."
         )
     _steps("log_every", args.log_every)
     if args.max_steps is not None:
@@ -320,15 +320,15 @@ def _check_numbers(args: Unchecked) -> None:
     if args.clip_grad_value is not None and args.clip_grads and args.max_grad_norm != 1.0:
         raise ConfigurationError(
             f"clip_grad_value={args.clip_grad_value} and max_grad_norm={args.max_grad_norm}: gradients are clipped "
-            "once, by value or by norm. Leave one of them out."
+            "once, by value or by norm. Remove one of them."
         )
 
 
 def _check_share(share: Any) -> None:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigurationError(
-            f"verify_replay={share!r}: write the share of the global steps to run twice, such as 0.01; 1.0 is all, and "
-            "0.0 none."
+            f"verify_replay={share!r}: write the fraction of the global steps to run twice, such as 0.01; 1.0 for all, "
+            "0.0 for none."
         )
 
 
@@ -399,7 +399,7 @@ def _check_choices(args: Unchecked) -> None:
     if args.resume_mode == "weights_and_optimizer" and args.reset_optimizers_schedulers:
         raise ConfigurationError(
             "resume_mode='weights_and_optimizer' and reset_optimizers_schedulers=True contradict each other. Write "
-            "resume_mode='weights' to take the weights alone."
+            "resume_mode='weights' to load only the weights."
         )
     _check_progress(args.progress)
     plain = isinstance(args.compile, bool) or args.compile == "units"
@@ -419,7 +419,7 @@ def _check_monitor(args: Unchecked) -> None:
         if args.monitor_mode not in ("auto", theirs.mode) and theirs.mode != "auto":
             raise ConfigurationError(
                 f"monitor_mode={args.monitor_mode!r} and checkpointer_args.mode={theirs.mode!r} contradict each other. "
-                "Leave one of them out."
+                "Remove one of them."
             )
         return
     if not isinstance(args.monitor, str) or not args.monitor:
@@ -431,7 +431,7 @@ def _check_monitor(args: Unchecked) -> None:
     if (theirs.monitor, theirs.mode) not in ((DEFAULT_MONITOR, "auto"), (args.monitor, args.monitor_mode)):
         raise ConfigurationError(
             f"monitor={args.monitor!r} and checkpointer_args.monitor={theirs.monitor!r} contradict each other. "
-            "Leave one of them out."
+            "Remove one of them."
         )
 
 
@@ -445,44 +445,43 @@ def _check_backend(args: Unchecked) -> None:
         raise ConfigurationError(
             f"backend_options={{{unknown[0]!r}: ...}} with backend={args.backend!r}, whose layers are "
             f"{', '.join(repr(record.token.replace('-', '_')) for record in records)}. Name the layer in backend, or "
-            "leave its options out."
+            "remove its options."
         )
     if args.amp_backend_native and args.amp_backend_apex:
         raise ConfigurationError("amp_backend_native and amp_backend_apex are both True: choose one of them.")
     for flag, token in (("amp_backend_native", "amp"), ("amp_backend_apex", "amp-apex")):
         if getattr(args, flag) and token not in tokens:
             raise ConfigurationError(
-                f"{flag}=True with backend={args.backend!r}: the backend string alone decides the precision. Write "
-                f"backend='{args.backend.split('-')[0]}-{token}' and leave {flag} out."
+                f"{flag}=True with backend={args.backend!r}: only the backend string selects the precision. Write "
+                f"backend='{args.backend.split('-')[0]}-{token}' and remove {flag}."
             )
     if args.amp_level_apex != "O1" and "amp-apex" not in tokens:
         raise ConfigurationError(
-            f"amp_level_apex={args.amp_level_apex!r} with backend={args.backend!r}, which has no apex layer. "
-            "Leave it out."
+            f"amp_level_apex={args.amp_level_apex!r} with backend={args.backend!r}, which has no apex layer. Remove it."
         )
     chosen = args.backend_options.get("amp_apex", {}).get("opt_level", args.amp_level_apex)
     if args.amp_level_apex not in ("O1", chosen):
         raise ConfigurationError(
             f"amp_level_apex={args.amp_level_apex!r} and backend_options={{'amp_apex': {{'opt_level': {chosen!r}}}}} "
-            "contradict each other. Leave one of them out."
+            "contradict each other. Remove one of them."
         )
     _check_layer_arguments(args, records)
 
 
 def _check_layer_arguments(args: Unchecked, records: Sequence[LayerRecord]) -> None:
-    """Arguments of a layer and the layer that they configure need each other."""
+    """Check that arguments of a layer and the layer are given together."""
     private = [r for r in records if DifferentialPrivacyArguments in r.layer.configured_by]
     if args.differential_privacy_args is not None and not private:
         raise ConfigurationError(
             f"differential_privacy_args with backend={args.backend!r}, which has no privacy layer: the run would not "
-            "be private. Write backend='sp-dp', or leave them out."
+            "be private. Write backend='sp-dp', or remove them."
         )
     if args.differential_privacy_args is None and not all(
         r.layer.configured_by[DifferentialPrivacyArguments] in args.backend_options.get(r.token.replace("-", "_"), {})
         for r in private
     ):
         raise ConfigurationError(
-            f"backend={args.backend!r} without differential_privacy_args: nothing says how private the run is to be. "
+            f"backend={args.backend!r} without differential_privacy_args: the privacy budget of the run is unknown. "
             "Write differential_privacy_args=DifferentialPrivacyArguments(delta=1e-6, target_epsilon=3.0), with a "
             "delta well below one over the number of records."
         )
@@ -490,5 +489,5 @@ def _check_layer_arguments(args: Unchecked, records: Sequence[LayerRecord]) -> N
     several = theirs is not None and (theirs.world_size > 1 or theirs.allow_pickle)
     if several and not any(DistributedTrainingArguments in r.layer.configured_by for r in records):
         raise ConfigurationError(
-            f"distributed_training_args with backend={args.backend!r}, which runs one process. Leave them out."
+            f"distributed_training_args with backend={args.backend!r}, which runs one process. Remove them."
         )

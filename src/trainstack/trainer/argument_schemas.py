@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 
 @functools.lru_cache(maxsize=32)
 def explained(documented: Any) -> dict[str, str]:
-    """The text of the docstring about each argument, in its section `Args:` or `Attributes:`."""
+    """Return the text of the docstring for each argument, from its section `Args:` or `Attributes:`."""
     found: dict[str, str] = {}
     names: list[str] = []
     section = re.search(r"^(?:Args|Attributes):\n((?: .*\n|\n)*)", (inspect.getdoc(documented) or "") + "\n", re.M)
@@ -35,7 +35,7 @@ def explained(documented: Any) -> dict[str, str]:
 
 
 def json_schema(cls: type) -> Schema:
-    """The JSON schema of the plain values from which the dataclass `cls` is made."""
+    """Return the JSON schema of the plain values from which the dataclass `cls` is made."""
     return {"title": cls.__name__, **_of_fields(cls)}
 
 
@@ -74,7 +74,7 @@ def _of_kind(kind: Kind) -> Schema:
 
 
 def pydantic_schema(cls: Any) -> Any:
-    """The core schema of pydantic for `cls`, which `from_dict` makes of a mapping."""
+    """Return the core schema of pydantic for `cls`, which makes objects with `from_dict`."""
     from pydantic_core import core_schema
 
     def validate(value: Any) -> Any:
@@ -89,7 +89,7 @@ def pydantic_schema(cls: Any) -> Any:
 
 
 def parser_fields(cls: Any) -> list[tuple[str, Any, Any]]:
-    """The fields of a dataclass with plain types for `cls`; see `ParserArguments`."""
+    """Return the fields of a dataclass with plain types for `cls`; see `ParserArguments`."""
     inputs, fields = PlainInputs(cls), list[tuple[str, Any, Any]]()
     for path, kind in inputs.paths().items():
         if path[-1] in CODE_ONLY or kind.takes_nothing or (len(path) == 1 and kind.fields is not None):
@@ -108,14 +108,14 @@ def _plain_type(kind: Kind, default: Any) -> tuple[Any, Any]:
         (of,) = plain
         if of in (bool, int, float) and isinstance(default, of):
             return of, default
-    return Optional[str], None  # noqa: UP045 - parsers look for this form
+    return Optional[str], None  # noqa: UP045 - parsers check for this form
 
 
 def from_parser(cls: Any, parsed: Any) -> Any:
-    """An object of `cls` from one with the fields of `parser_fields`.
+    """Make an object of `cls` from an object with the fields of `parser_fields`.
 
     Raises:
-        ConfigurationError: a value is of another kind than its field, or out of range.
+        ConfigurationError: a value has another type than its field, or is out of range.
     """
     inputs = PlainInputs(cls)
     known = inputs.paths()

@@ -1,4 +1,4 @@
-"""`TrainerArguments`, all options of a run."""
+"""`TrainerArguments`: all options of a run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
 def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
-    """`args` for as many steps, and validation batches a loader, as `fast_dev_run` says; unchanged without it.
+    """Limit `args` to the number of steps, and of validation batches a loader, in `fast_dev_run`; else no change.
 
-    `TRAINSTACK_FAST_DEV_RUN` in the environment says it for arguments that do not. They are an epoch, unless the data
-    have fewer: then it takes more than one, and the last may be cut short.
-    Nothing is resumed, saved, exported or written, except that a private run keeps its ledger, in a folder of its own.
+    The environment variable `TRAINSTACK_FAST_DEV_RUN` sets the number for arguments without it. The steps are one
+    epoch. If the data have fewer steps, the run takes several epochs, of which the last may be cut short. Nothing is
+    resumed, saved, exported or written, except that a private run keeps its ledger, in a separate folder.
     """
     asked = os.environ.get("TRAINSTACK_FAST_DEV_RUN", "")
     if not args.fast_dev_run and asked not in ("", "0"):
@@ -54,7 +54,7 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
         args,
         epochs=1,
         max_steps=steps,
-        max_train_steps_per_epoch=steps,  # so that the epoch ends, and what is called there is tried out
+        max_train_steps_per_epoch=steps,  # so that the epoch ends and its end hooks run
         max_val_steps_per_epoch=steps,
         validate_every=0 if never else None,
         sanity_val_steps=0,
@@ -75,130 +75,132 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(metaclass=SuggestsNames):
-    """Hyperparameters of a run. Checked when made; never changed afterwards.
+    """Hyperparameters of a run. They are checked when made, and immutable.
 
     Args:
         epochs: passes over the training data.
         max_steps: global steps of the run, instead of `epochs`; a float in (0, 1] is a fraction of those of `epochs`.
             The run may end within an epoch, with a validation if it validates after epochs.
-        max_time: stop each call of `train()` in good order after so long, as `request_stop` does: seconds, or
-            "HH:MM:SS", or "D:HH:MM:SS".
+        max_time: time after which each call of `train()` stops as after `request_stop`: seconds, "HH:MM:SS" or
+            "D:HH:MM:SS".
         train_batch_size: the GLOBAL batch: samples a global step over all processes.
-        per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`: the global
+        per_device_train_batch_size: samples a global step on each process, instead of `train_batch_size`; the global
             batch then grows with the number of processes.
         gpu_batch_size_limit: samples that fit into one forward pass. A process with a larger batch accumulates the
-            gradients of as few micro-batches as fit. None: one forward pass a step.
-        fit_micro_batch: try out a step before training, and halve the micro-batch until it fits into memory.
-        val_batch_size: samples a validation batch, on each process; None for as many as a micro-batch.
-        max_train_steps_per_epoch: cap on global steps an epoch; a float in (0, 1] is a fraction of its steps, rounded
+            gradients of as few micro-batches as possible. None: one forward pass a step.
+        fit_micro_batch: try a step before training, and halve the micro-batch until it fits into memory.
+        val_batch_size: samples a validation batch on each process; None for the size of a micro-batch.
+        max_train_steps_per_epoch: limit on global steps an epoch; a float in (0, 1] is a fraction of its steps, rounded
             up.
-        max_val_steps_per_epoch: cap on batches a validation loader, on each process; a float in (0, 1] is a fraction of
-            the batches of each loader, over all processes, rounded up. Tests and predictions take all.
-        validate_every: when to validate in training. None: after each epoch. A positive number counts global steps, a
-            float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`,
-            also of a time, or a function of the trainer, asked after each step on the main process, that returns True
-            when it is time.
-        sanity_val_steps: batches of each validation loader to try out before training; -1 for all.
-        overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
-        fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
-        monitor: the metric that tells how good the weights are; `checkpointer_args.monitor` by default.
-        monitor_mode: `"min"` if low values of that metric are good, `"max"` if high ones are, `"auto"` to read it off
-            its name.
-        clip_grads: limit the joint L2 norm of the gradients to `max_grad_norm`, once a global step.
-        max_grad_norm: see `clip_grads`.
-        clip_grad_value: clamp each element of the gradients to this magnitude instead.
-        combine_loaders: what ends an epoch where `get_train_dataloader` returns a dict of loaders: `"min"`, the
-            shortest; `"max"`, the longest, and the others give None once they have ended; `"cycle"`, the longest, and
-            the others begin anew. None where all are equally long.
-        data_sharding: who splits the batches of a loader with an order of its own among the processes. `"trainer"`:
-            each process reads the same batches, and the library gives it every n-th. `"loader"`: the batches of each
-            process are its own. `"auto"`: as `"trainer"`, but data that is known to be split is refused. A dict gives a
-            value for each stage: `{"train": "loader", "val": "trainer"}`; the others are `"test"` and `"predict"`.
-        nonfinite: what to do about a loss or gradient that is inf or nan: `"raise"` at the next log point, or
+        max_val_steps_per_epoch: limit on batches a validation loader on each process; a float in (0, 1] is a fraction
+            of the batches of each loader over all processes, rounded up. It does not limit tests and predictions.
+        validate_every: interval between validations during training. None: after each epoch. A positive number counts
+            global steps, a float in (0, 1] is a fraction of the run, a negative number counts epochs, 0 is never. Or
+            `Every(...)`, also for a time. Or a function of the trainer that returns True if a validation is due; it is
+            called after each step on the main process.
+        sanity_val_steps: batches of each validation loader to run before training, as a test; -1 for all.
+        overfit_batches: train and validate only on the samples of this number of global batches; -1 for all, 0 for off.
+        fast_dev_run: number of steps to train as a test (True: one), with as many validation batches; writes nothing.
+        monitor: name of the metric that selects the best weights; `checkpointer_args.monitor` by default.
+        monitor_mode: `"min"` if low values of this metric are good, `"max"` if high values are, `"auto"` to derive it
+            from the name.
+        clip_grads: clip the L2 norm of all gradients together to `max_grad_norm`, once a global step.
+        max_grad_norm: largest norm, see `clip_grads`.
+        clip_grad_value: clip each element of the gradients to this absolute value, instead of the norm.
+        combine_loaders: end of an epoch if `get_train_dataloader` returns a dict of loaders. `"min"`: with the
+            shortest. `"max"`: with the longest; the others give None after their end. `"cycle"`: with the longest; the
+            others start again. None: all must have the same length.
+        data_sharding: how the batches of a loader with a custom order are divided among processes. `"trainer"`: each
+            process reads the same batches and uses every n-th. `"loader"`: the loader gives each process its own
+            batches. `"auto"`: as `"trainer"`, with an error for data that is known to be divided. A dict has a value
+            for each stage: `{"train": "loader", "val": "trainer"}`; the others are `"test"` and `"predict"`.
+        nonfinite: reaction to a loss or gradient that is inf or nan: `"raise"` an error at the next log point, or
             `"skip"` such steps and count them (this reads the device in every step).
         backend: the backend string, such as `"sp-bf16"` or `"auto-bf16"`. `"auto"` is `"ddp"` in a process that a
-            launcher has started, and `"sp"` elsewhere.
-        backend_options: keyword arguments for the stack's layers, by token: `{"amp": {"init_scale": 1024.0}}`.
-        device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ..., or the number of an accelerator; several of these, one for
-            each process of a machine; or -1 for all accelerators, one for each.
+            launcher has started, otherwise `"sp"`.
+        backend_options: keyword arguments of the layers, by token: `{"amp": {"init_scale": 1024.0}}`.
+        device: `"auto"`, `"cpu"`, `"cuda"`, `"cuda:1"`, ..., or the number of an accelerator. A list has one of these
+            for each process of a machine; -1 is the list of all accelerators.
         use_gpu: False is the same as `device="cpu"`.
-        seed: of the data order and of the samples' own random numbers. The process's global generators are left to
-            you: `seed_everything(seed)` before you build the module, or the argument `seed_everything`.
+        seed: seed of the data order and of the samples' random numbers. The trainer does not seed the global
+            generators of the process: call `seed_everything(seed)` before you build the module, or use the argument
+            `seed_everything`.
         seed_everything: call `seed_everything(seed)` when the trainer is made, so that a second run in the same process
-            draws the same random numbers. A module that is built before has drawn its initial weights already.
-        verify_replay: run so many of the global steps twice, as a share from 0 to 1: forward and backward passes
-            again from the same state, before the optimizer moves. The bits of losses and gradients are compared, so
-            that errors of the hardware and nondeterministic operations are found. The run keeps its bits. It costs
-            about twice this share of a step's time.
-        on_replay_mismatch: what to do where they differ: `"stop"` raises `ReplayMismatchError`, `"warn"` logs a
-            warning, `"record"` does neither. The last two record the number of differences as
-            `"train/replay_mismatches"`.
-        deterministic: let torch refuse operations that may give other bits each time, or `"warn"` of them, while the
-            trainer works.
-        float32_matmul_precision: how precisely products of float32 matrices are computed while the trainer works:
-            `"highest"`, `"high"` (TF32 on GPUs that have it) or `"medium"`, as in
-            `torch.set_float32_matmul_precision`. None keeps what is set in the process.
-        compile: compile the module's models with `torch.compile`, in place; `"units"` compiles their repeated blocks
-            one at a time; a dict for its options, to which `"units": True` may be added.
-        activation_checkpointing: let the repeated blocks of the module keep their inputs alone, and compute their
-            activations again in the backward pass: less memory, a third more computation, the same bits.
+            draws the same random numbers. It does not affect the initial weights of a module that exists already.
+        verify_replay: fraction of the global steps to run twice, from 0 to 1. Forward and backward passes are repeated
+            from the same state before the optimizer step, and the bits of losses and gradients are compared. This finds
+            hardware errors and nondeterministic operations. The results of the run do not change. The cost is about
+            twice this fraction of a step's time.
+        on_replay_mismatch: reaction to a difference: `"stop"` raises `ReplayMismatchError`, `"warn"` logs a warning,
+            `"record"` does neither. The last two record the number of differences as `"train/replay_mismatches"`.
+        deterministic: make torch raise an error for nondeterministic operations, or `"warn"` about them, during calls
+            of the trainer.
+        float32_matmul_precision: precision of float32 matrix products during calls of the trainer: `"highest"`,
+            `"high"` (TF32 on GPUs that support it) or `"medium"`, as in `torch.set_float32_matmul_precision`. None
+            keeps the setting of the process.
+        compile: compile the module's models with `torch.compile`, in place. `"units"` compiles their repeated blocks
+            separately. A dict has options of `torch.compile`, and may contain `"units": True`.
+        activation_checkpointing: save only the inputs of the repeated blocks of the module, and recompute their
+            activations in the backward pass: less memory, a third more computation, the same bits.
         channels_last: store convolution weights in channels-last memory format.
-        fast_paths: skip the overhead of public torch calls where the result has the same bits. False makes public calls
-            only, to see whether a difference comes from there. `TRAINSTACK_FAST_PATHS`, 0 or 1, wins over it.
-        resume: True or `"last"` continues from the newest checkpoint and fails if there is none; `"auto"` starts afresh
-            then; `"best"` continues from the best by `checkpointer_args.monitor`; a path names the checkpoint. With
-            `output_dir=None`, `"auto"` continues the newest unfinished run of the same script and module class, and
-            the others the newest one that has a checkpoint.
-        resume_mode: what is taken from the checkpoint. `"full"`: everything, the run goes on exactly.
-            `"weights_and_optimizer"`: module, optimizers, schedulers and layers; counters, order, random numbers and
-            history start anew. `"weights"`: the module alone.
-        strict_resume: refuse a resume where something has changed that breaks exactness: arguments, versions, hardware,
-            data or code. The error names each item, and how to keep it.
-        init_weights_from: a checkpoint (or a file `last` or `best`), an export, a folder of `save_pretrained`, a
-            `.safetensors` file or its index, or the id of a model in the cache of `huggingface_hub`. The module starts
-            from these weights as far as they fit; `trainer.warm_start_report` says how far. Not used when a checkpoint
-            is resumed, unless that was written with `keep_frozen=False`.
-        init_weights_strict: refuse `init_weights_from` unless everything fits.
-        reset_optimizers_schedulers: on resume, take the weights but make optimizers and schedulers anew.
-        checkpointer_args: of the default checkpointer.
-        output_dir: where checkpoints and logs go. None: each run gets a new folder in `runs`, which the plan shows and
-            `trainer.output_dir` names. A folder that holds another run is refused. At an address such as
-            `s3://bucket/run` (extra `remote`, or `gcs`), the run works in a local copy, and a thread uploads it.
-        local_dir: of a run with an address, where its local copy lies; by default in the cache of the user.
-        overwrite: delete the run that `output_dir` holds, and begin anew. Other files there stay.
-        private_files: create files that only their owner may read (mode 0600, folders 0700): checkpoints, logs,
+        fast_paths: skip the overhead of public torch calls if the result has the same bits. False uses only public
+            calls, to find out whether a difference comes from a fast path. The environment variable
+            `TRAINSTACK_FAST_PATHS`, 0 or 1, overrides it.
+        resume: True or `"last"` continues from the newest checkpoint, and fails if there is none. `"auto"` does the
+            same, but starts a new run if there is none. `"best"` continues from the best checkpoint by
+            `checkpointer_args.monitor`. A path selects a checkpoint. With `output_dir=None`, `"auto"` continues the
+            newest unfinished run of the same script and module class, and the others the newest run that has a
+            checkpoint.
+        resume_mode: parts of the checkpoint to load. `"full"`: everything; the run continues exactly.
+            `"weights_and_optimizer"`: module, optimizers, schedulers and layers, with new counters, order, random
+            numbers and history. `"weights"`: only the module.
+        strict_resume: raise an error if a change breaks the exactness of a resume: in arguments, versions, hardware,
+            data or code. The error names each change, and how to avoid it.
+        init_weights_from: initial weights: a checkpoint (or a file `last` or `best`), an export, a folder of
+            `save_pretrained`, a `.safetensors` file or its index, or the id of a model in the cache of
+            `huggingface_hub`. Tensors that match are loaded; `trainer.warm_start_report` lists them. Ignored when a
+            checkpoint is resumed, unless it was written with `keep_frozen=False`.
+        init_weights_strict: raise an error unless all tensors of `init_weights_from` match.
+        reset_optimizers_schedulers: on resume, load the weights but create new optimizers and schedulers.
+        checkpointer_args: arguments of the default checkpointer.
+        output_dir: folder of checkpoints and logs. None: each run gets a new folder in `runs`, which the plan shows and
+            `trainer.output_dir` returns. A folder with another run is an error. With an address such as
+            `s3://bucket/run` (extra `remote`, or `gcs`), the run uses a local copy, which a thread uploads.
+        local_dir: folder of the local copy of a run with an address; by default in the user's cache.
+        overwrite: delete the run in `output_dir`, and start a new one. Other files there are kept.
+        private_files: create files that only their owner can read (mode 0600, folders 0700): checkpoints, logs,
             exports, ledgers. `"auto"`: for backends with a privacy layer.
-        log_every: global steps between two log points; a float in (0, 1] is a fraction of the run's.
+        log_every: global steps between two log points; a float in (0, 1] is a fraction of the run.
         writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
             objects.
-        report: write `report.html` and `run.json` beside the logs: what the run was and did, on one page; `"auto"`
-            writes them where any writer but `"stdout"` is given.
-        record: what is recorded of each global step in `step_log` of the folder of the run, if the run writes any
-            file: `"steps"`, its loss, gradient norm, and digests of its samples and learning rates, at log points also
-            of its batch and the random states. `"full"` records at each step also digests of each gradient, weight and
-            optimizer state, which reads the device in every step. `"off"` records nothing.
-        progress: `"auto"`, `"rich"`, `"plain"`, `"notebook"`, `"none"` or a `ProgressDisplay` of your own.
-        default_callbacks: add `callbacks.default_callbacks()` to those that the trainer is given.
+        report: write `report.html` and `run.json` next to the logs, a page with settings and results of the run;
+            `"auto"` writes them if there is a writer other than `"stdout"`.
+        record: values of each global step to record in `step_log` in the folder of the run, if the run writes files.
+            `"steps"`: loss, gradient norm, and digests of samples and learning rates; at log points also digests of the
+            batch and the random states. `"full"`: also digests of each gradient, weight and optimizer state, which
+            reads the device in every step. `"off"`: nothing.
+        progress: `"auto"`, `"rich"`, `"plain"`, `"notebook"`, `"none"` or a custom `ProgressDisplay`.
+        default_callbacks: add `callbacks.default_callbacks()` to the trainer's callbacks.
         disable_tqdm: True is the same as `progress="none"`.
-        collect_train_outputs: keep what `train_step` returns for `on_end_train_epoch`; `"auto"` keeps it if that
+        collect_train_outputs: keep the outputs of `train_step` for `on_end_train_epoch`; `"auto"` keeps them if this
             hook takes outputs.
-        handle_signals: SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C save and stop `train()` in good order.
-        stop_grace_s: seconds from the signal until a scheduler kills the process; a save that takes more than half of
-            them is warned about. By default what TORCH_ELASTIC_SHUTDOWN_TIMEOUT says, or 30.
-        lease_timeout_s: seconds without a heartbeat after which another process may take over the directories of
-            this run; at most 86400, a day. A run that died on the same host is replaced at once.
+        handle_signals: save and stop `train()` on SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C.
+        stop_grace_s: seconds between the signal and the kill by a scheduler; a save that takes more than half of them
+            gives a warning. The default is the value of TORCH_ELASTIC_SHUTDOWN_TIMEOUT, or 30.
+        lease_timeout_s: seconds without a heartbeat after which another process may take over the directories of this
+            run; at most 86400, a day. A run that died on the same host is replaced immediately.
         rank_zero_timeout_s: seconds that the other ranks wait while rank 0 reads or writes files: a checkpoint, an
             export, an upload. The time limit of collectives (`timeout_s` of `ddp`) does not count this time.
-        on_interrupt: what `train()` does after Ctrl-C has stopped it and everything is saved: `"raise"` a
+        on_interrupt: behaviour of `train()` after Ctrl-C has stopped it and everything is saved: `"raise"` a
             KeyboardInterrupt, or `"return"`, with one process; `trainer.stop_reason` is then "Ctrl-C".
-        save_on_exception: write what there is after an exception, for a look at it; never resumed from by itself. A
-            tuple of exception types saves after these alone.
-        log_level: the least level of what the run logs to the logger "trainstack", the default checkpointer included.
-            The plan and the line of each epoch are the writer `"stdout"`'s.
-        stats_args: PyMarlin's spelling of `log_every`.
-        writer_args: PyMarlin's spelling of `output_dir`.
-        distributed_training_args: for backends that join processes.
-        differential_privacy_args: for backends with a privacy layer.
+        save_on_exception: save the state after an exception, for inspection; a run resumes from it only if you give its
+            path. A tuple of exception types saves only after these.
+        log_level: lowest level of the messages to the logger "trainstack", including those of the default checkpointer.
+            The plan and the line of each epoch come from the writer `"stdout"`.
+        stats_args: PyMarlin's form of `log_every`.
+        writer_args: PyMarlin's form of `output_dir`.
+        distributed_training_args: arguments of backends with several processes.
+        differential_privacy_args: arguments of backends with a privacy layer.
         amp_backend_native: PyMarlin's flag for `amp`; must agree with `backend`.
         amp_backend_apex: PyMarlin's flag for `amp-apex`; must agree with `backend`.
         amp_level_apex: PyMarlin's name for the `opt_level` of `amp-apex`.
@@ -289,7 +291,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     collect_train_outputs: bool | Literal["auto"] = "auto"
     handle_signals: bool = True
     stop_grace_s: float | None = None
-    rank_zero_timeout_s: float = 12 * 3600.0
+    rank_zero_timeout_s: float = 12 * 3600.0  # 12 h: the upload of a large checkpoint may take hours
     lease_timeout_s: float = 60.0
     on_interrupt: Literal["raise", "return"] = "raise"
     save_on_exception: bool | tuple[type[BaseException], ...] = False
@@ -303,7 +305,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     amp_level_apex: str = "O1"
 
     def __post_init__(self) -> None:
-        for name, nested in _NESTED.items():  # of parsers that leave nested mappings as they are
+        for name, nested in _NESTED.items():  # some parsers do not convert nested mappings
             if isinstance(given := getattr(self, name), Mapping):
                 object.__setattr__(self, name, _build(nested, given, name))
         check_arguments(self)
@@ -312,23 +314,23 @@ class TrainerArguments(metaclass=SuggestsNames):
             object.__setattr__(self, name, path)
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples a global step over `world_size` processes."""
+        """Return the samples a global step over `world_size` processes."""
         each = self.per_device_train_batch_size
         return self.train_batch_size if each is None else each * world_size
 
     def data_sharding_of(self, stage: Stage) -> str:
-        """What `data_sharding` says about the loaders of `stage`."""
+        """Return the value of `data_sharding` for the loaders of `stage`."""
         given = self.data_sharding
         return given if isinstance(given, str) else given.get(stage.name.lower(), "auto")
 
     @property
     def log_interval(self) -> int | float:
-        """Global steps between two log points, or a fraction of the run's."""
+        """Global steps between two log points, or a float as a fraction of the run."""
         return self.stats_args.log_steps if self.stats_args else self.log_every
 
     @property
     def wants_report(self) -> bool:
-        """What `report` says; by itself where any writer but `"stdout"` writes."""
+        """The value of `report`; with `"auto"`, whether there is a writer other than `"stdout"`."""
         return any(writer != "stdout" for writer in self.writers) if self.report == "auto" else self.report
 
     @property
@@ -338,21 +340,21 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @property
     def clipping(self) -> Clipping:
-        """How gradients are limited."""
+        """The method and limit of gradient clipping."""
         if self.clip_grad_value is not None:
             return Clipping(kind="value", limit=self.clip_grad_value)
         return Clipping(kind="norm", limit=self.max_grad_norm) if self.clip_grads else Clipping()
 
     @property
     def resolved_backend(self) -> str:
-        """`backend`, with the process layer of this process for `"auto"`."""
+        """`backend`, with `"auto"` replaced by the process layer of this process."""
         return resolve_backend(self)
 
     @property
     def layer_options(self) -> dict[str, dict[str, Any]]:
-        """`backend_options`, with what other arguments say about a layer."""
+        """`backend_options`, with the other arguments of layers added."""
         options = {layer: dict(chosen) for layer, chosen in self.backend_options.items()}
-        known = registered_backend(self.backend) is not None  # which may hold any of them
+        known = registered_backend(self.backend) is not None  # a registered backend may contain any of the layers
         for record in known_layers().values() if known else parse_spec(self.resolved_backend):
             for given in (self.distributed_training_args, self.differential_privacy_args):
                 configured_by = record.layer.configured_by.items()
@@ -365,7 +367,7 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @property
     def placed_checkpointer_args(self) -> DefaultCheckpointerArguments:
-        """`checkpointer_args`, with `monitor` and its mode."""
+        """`checkpointer_args`, with `monitor` and `monitor_mode`."""
         chosen: dict[str, Any] = {}
         if self.monitor is not None:
             chosen |= {"monitor": self.monitor, "mode": self.monitor_mode}
@@ -375,23 +377,23 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerArguments:
-        """Make arguments of plain values; nested arguments may be dicts.
+        """Make arguments from plain values; nested arguments may be dicts.
 
         Raises:
-            ConfigurationError: a key is unknown (with the one that was perhaps meant), or a value is wrong.
+            ConfigurationError: a key is unknown (the message suggests the right one), or a value is invalid.
         """
         made: TrainerArguments = _build(cls, values, "TrainerArguments")
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments as plain values; `from_dict` takes them back."""
+        """Return all arguments as plain values, for `from_dict`."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
     def to_json_schema(cls) -> dict[str, Any]:
-        """The JSON schema of a file that `from_yaml` reads, for editors and form generators.
+        """Return the JSON schema of a file for `from_yaml`, for editors and form generators.
 
-        Objects, such as writers, have no plain value and are set in code alone.
+        Objects, such as writers, have no plain value and can only be set in code.
         """
         from trainstack.trainer.argument_schemas import json_schema
 
@@ -409,13 +411,14 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str]) -> TrainerArguments:
-        """Read arguments from a YAML file of the form that `to_dict` gives. What it holds is data, and runs no code.
+        """Read arguments from a YAML file in the form of `to_dict`. The content is only data: no code runs.
 
-        `path` may be an address, such as `s3://bucket/run/config.yaml`.
+        Args:
+            path: path of the file, or an address such as `s3://bucket/run/config.yaml`.
 
         Raises:
-            ConfigurationError: the file is missing or long, is no YAML mapping in UTF-8, has anchors, tags or nested
-                values that are too deep, or holds a wrong key or value. Options that can run code are refused:
+            ConfigurationError: the file is missing or too long, is not a YAML mapping in UTF-8, has anchors, tags or
+                too many nested levels, or has an invalid key or value. Options that can run code are not allowed:
                 `allow_pickle`, and `options` of `compile`.
         """
         from trainstack.trainer.plain_arguments import PlainInputs, read_config
@@ -449,7 +452,7 @@ def _build(cls: Any, values: Mapping[str, Any], where: str) -> Any:
 
 
 def _number(value: Any, of: dataclasses.Field[Any]) -> Any:
-    """YAML reads `1e-3` as a string; where a float is expected, it is one."""
+    """Convert a string such as "1e-3", which YAML does not read as a number, if the field is a float."""
     if isinstance(value, str) and "float" in str(of.type):
         with suppress(ValueError):
             return float(value)

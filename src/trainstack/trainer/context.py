@@ -1,4 +1,4 @@
-"""`RunContext`, the parts of a run that its helpers share."""
+"""`RunContext`: the shared parts of a run."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ from trainstack.trainer.tracking.provenance import guard_of
 
 
 def nothing() -> None:
-    """Stands for `sync_logs` and `log_head` while no log is open, and for `give_values` where nothing lacks values."""
+    """Default of `sync_logs` and `log_head` while no log is open, and of `give_values` if all values exist."""
 
 
 def ignore(path: Path) -> None:
-    """Stands for `note_saved` while no step log is open."""
+    """Default of `note_saved` while no step log is open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunContext:
-    """What belongs to one trainer from its construction to its end.
+    """Objects that belong to one trainer from its construction to its end.
 
-    `Trainer` makes it once. Functions and classes that need several of these take the context, never the trainer or
-    the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `log_head`, `note_saved`, `lease`, `extras`,
-    `said_of_buffers`, `changes`, `give_values` and `lineage` are assigned anew.
+    `Trainer` makes it once. Functions and classes that need several of these objects take the context, never the
+    trainer or the run. Only `args`, `sink`, `busy`, `compiled`, `sync_logs`, `log_head`, `note_saved`, `lease`,
+    `extras`, `said_of_buffers`, `changes`, `give_values` and `lineage` are reassigned.
 
     Attributes:
         module: the user's module.
-        args: the arguments in force. A callback and `train(epochs=...)` replace them, so read them
-            here each time and keep no copy.
+        args: the current arguments. A callback and `train(epochs=...)` replace them, so read them here each time and
+            keep no copy.
         stack: the outermost layer of the backend.
         checkpointer: writes and finds checkpoints.
         history: the recorded metrics.
         events: the subscribers.
         state: the counters of the run.
-        user_state: the user's own data, saved with checkpoints.
-        train_step: the function that replaces the module's method `train_step`; None for the method.
-        val_step: likewise for `val_step`.
-        sink: records what the module logs.
-        busy: whether a step, a hook or an evaluation runs, so that a checkpoint has to wait for its end.
-        directory: decides in which folder the run keeps its files.
-        sync_logs: forces what the writers have written to the disk; called before a checkpoint is written.
-        log_head: forces the step log of this process to the disk, and gives the chain after its last block; called on
+        user_state: the user's data, saved with checkpoints.
+        train_step: function that replaces the module's method `train_step`; None for the method.
+        val_step: function that replaces the module's method `val_step`; None for the method.
+        sink: records the values that the module logs.
+        busy: whether a step, a hook or an evaluation is running, so that a checkpoint must wait for its end.
+        directory: selects the folder of the run's files.
+        sync_logs: flushes the files of the writers to the disk; called before a checkpoint is written.
+        log_head: flushes the step log of this process to the disk and returns the chain after its last block; called on
             each process before a checkpoint is written.
-        note_saved: is told of each checkpoint that has become safe, on the main process.
-        compiled: the models that `compile` has compiled; None without it, and before the run is made.
-        lease: the right to write into the directories of the run; on the main process, while it is held. What writes
-            there calls its `check` first.
-        extras: values that an exact resume of the module needs beside its state.
-        frozen: tells which frozen weights a checkpoint can leave out.
+        note_saved: called with the path of each checkpoint that is completely on disk, on the main process.
+        compiled: the models that `compile` has compiled; None without it, and before the run is prepared.
+        lease: the right to write into the directories of the run; on the main process, while it is held. Code that
+            writes there calls its `check` first.
+        extras: values that an exact resume of the module needs in addition to its state.
+        frozen: finds the frozen weights that a checkpoint can omit.
         said_of_buffers: whether the warning about buffers that differ between ranks was given.
-        changes: that a resume has found and the folder of the run has no record of yet.
-        give_values: called when the stack has placed the module, before optimizers are made; gives tensors on the meta
-            device their values.
-        lineage: where the weights of the run come from, and facts of its data.
+        changes: changes that a resume has found and that the folder of the run does not record yet.
+        give_values: initializes tensors on the meta device; called after the stack has placed the module and before
+            optimizers are made.
+        lineage: origin of the weights of the run, and facts about its data.
     """
 
     module: ModuleInterface
@@ -107,37 +107,37 @@ class RunContext:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of the run, absolute; see `RunDirectory.path`."""
+        """The absolute path of the run's folder; see `RunDirectory.path`."""
         return self.directory.path
 
     @property
     def world(self) -> World:
-        """This process's place among all, and its device. The first use opens the stack."""
+        """The rank of this process, the number of processes, and the device. The first use opens the stack."""
         if self._world is None:
             self._world = self.stack.open(self.args.chosen_device)
         return self._world
 
     @property
     def is_open(self) -> bool:
-        """Whether the stack is open, so that the ranks have met."""
+        """Whether the stack is open, so that the ranks are connected."""
         return self._world is not None
 
     @property
     def log(self) -> RunLogger:
-        """Messages that are true of all processes: the main one logs them, the others log errors only."""
+        """Logger for messages that hold for all processes: the main process logs them, the others log only errors."""
         return RunLogger(self.args.log_level if self.world.is_main else "ERROR")
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """A block that all processes enter together: a failure of one there is a failure of all.
+        """Context manager that all processes enter together: an error in one process becomes an error in all.
 
-        See `Communicator.fail_together`. The module's steps are those that the trainer was given. Operations inside
-        are as deterministic and as precise as the arguments ask for.
+        See `Communicator.fail_together`. Inside it, the module uses the steps that were given to the trainer, and
+        operations are as deterministic and as precise as the arguments specify.
         """
         given = {Stage.TRAIN: self.train_step, Stage.VAL: self.val_step}
         with (
             calls_given_steps(self.module, {stage: step for stage, step in given.items() if step is not None}),
-            current_device(self.world.device),  # two trainers may use different ones
+            current_device(self.world.device),  # two trainers in one process may use different devices
             deterministic(self.args.deterministic),
             matmul_precision(self.args.float32_matmul_precision),
             self.world.comm.fail_together(lambda: f"epoch {self.state.epoch}, global step {self.state.current_step}"),

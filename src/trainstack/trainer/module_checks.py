@@ -1,4 +1,4 @@
-"""Checks of the parts of a trainer: the module's method signatures, optimizers and schedulers above all."""
+"""Checks of the parts of a trainer, mainly of the module's method signatures, optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _CALLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "on_end_val_epoch": (("global_step",), ("key",)),
     "on_end_train": (("global_step",), ()),
 }
-"""By method: what it is given by position, and what by name. Outputs of steps come on top."""
+"""By method: names of its positional arguments, and of its keyword arguments. Outputs of steps are added."""
 _TAKE_OUTPUTS = ("on_end_train_step", "on_end_train_epoch", "on_end_val_epoch")
 _TYPOS = {"get_val_dataloaders": ("val", "load"), "val_step": ("val", "step")}
-"""Methods that may be left out, so that a slip in their name would go unnoticed, and the words it probably has."""
+"""Optional methods, whose misspelt names would have no effect, and words that such a name probably contains."""
 
 
 def check_parts(
@@ -61,12 +61,12 @@ def check_parts(
     train_step: Any,
     val_step: Any,
 ) -> None:
-    """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
+    """Check the parts of a trainer of the class `kind`; the error names the first invalid part."""
     _check_trainer_class(kind)
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
+            f"Trainer(module=...) was given {what}. Write an instance of a class derived from ModuleInterface."
         )
     if not isinstance(args, TrainerArguments):
         raise ConfigurationError(
@@ -96,7 +96,7 @@ def _check_given_steps(steps: Mapping[str, Any]) -> None:
                 inspect.signature(step).bind(None, **dict.fromkeys(_STEP[1]))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"Trainer({name}={step!r}): it cannot be called as a {name} is ({error}). Write "
+                f"Trainer({name}={step!r}): it cannot be called like {name} ({error}). Write "
                 f"def {name}(module, global_step, batch, device)."
             ) from None
 
@@ -138,7 +138,7 @@ _TRAINER_METHODS = {
     "get_eval_dataloader": "get_val_dataloaders of the module",
     "get_test_dataloader": "get_test_dataloaders of the module",
 }
-"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, with their counterparts."""
+"""Methods that trainers of PyMarlin, pytorch-accelerated, Hezar and transformers call, and their counterparts."""
 
 
 _TRAINER_VALUES = {
@@ -149,7 +149,7 @@ _TRAINER_VALUES = {
     "train_sampler": "a loader with the sampler in get_train_dataloader of the module",
     "val_sampler": "a loader with the sampler in get_val_dataloaders of the module",
 }
-"""What a trainer tells of itself and does not ask for, so that an override would change nothing in a run."""
+"""Values that a trainer provides but does not read, so that an override would not change a run."""
 
 
 def overridden(kind: type, name: str) -> bool:
@@ -159,7 +159,7 @@ def overridden(kind: type, name: str) -> bool:
 
 
 def _check_trainer_class(kind: type) -> None:
-    """Refuse a trainer with methods that another library's trainer calls, and values that no run reads."""
+    """Check that a trainer overrides no method of another library's trainer and no value that runs do not read."""
     unused = {name: place for name, place in _TRAINER_METHODS.items() if hasattr(kind, name)}
     values = _TRAINER_VALUES | getattr(kind, "unused_overrides", {})
     unused |= {name: place for name, place in values.items() if overridden(kind, name)}
@@ -182,13 +182,13 @@ _BACKEND_METHODS = {
     "train_sampler": "return a loader with the sampler from get_train_dataloader of the module",
     "val_sampler": "return a loader with the sampler from get_val_dataloaders of the module",
 }
-"""Methods of PyMarlin's backends that a trainer does not call, with their counterparts."""
+"""Methods of PyMarlin's backends that a trainer does not call, and their counterparts."""
 _STATE_METHODS = {"get_state": "override get_layer_state", "update_state": "override update_layer_state"}
-"""The same for a layer with another one around it: the trainer calls these of the outermost layer alone."""
+"""Methods that the trainer calls only on the outermost layer, and their counterparts for inner layers."""
 
 
 def _check_layers(stack: TrainerBackend) -> None:
-    """Refuse a backend with methods in the place of verbs: a trainer would not call them."""
+    """Check that layers define verbs, and no methods that a trainer would not call."""
     for layer in stack.layers():
         methods = _BACKEND_METHODS if layer is stack else {**_BACKEND_METHODS, **_STATE_METHODS}
         unused = {
@@ -205,7 +205,7 @@ def _check_layers(stack: TrainerBackend) -> None:
 
 
 def _check_checkpointer(checkpointer: AbstractCheckpointer, resume: Any) -> None:
-    """Refuse a checkpointer whose methods cannot be called as they will be, before anything is trained."""
+    """Check before training that the methods of a checkpointer accept the arguments of the trainer's calls."""
     calls = {
         "save": ((0, 1, 2), "self, checkpoint_state, index, force=False"),
         "save_model": ((0, 1), "self, model_state, index, *, plan=None, global_step=None, metadata=None"),
@@ -217,15 +217,15 @@ def _check_checkpointer(checkpointer: AbstractCheckpointer, resume: Any) -> None
         except TypeError as error:
             reason = f" with resume={resume!r}" if name == "load" and given else ""
             raise ConfigurationError(
-                f"{type(checkpointer).__name__}.{name} cannot be called as it will be{reason} ({error}). Write "
-                f"def {name}({wanted})" + (", or leave resume out." if reason else ".")
+                f"{type(checkpointer).__name__}.{name} cannot be called with the trainer's arguments{reason} "
+                f"({error}). Write def {name}({wanted})" + (", or remove resume." if reason else ".")
             ) from None
 
 
 def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
-    """Whether nothing stands in for the method `name` that `ModuleInterface` leaves to its subclasses.
+    """Whether the method `name`, which `ModuleInterface` does not implement, has no implementation.
 
-    `val_step` is the function that the trainer was given in the place of that method, or None.
+    `val_step` is the function that replaces this method in the trainer, or None.
     """
     if name == "val_step" and (val_step is not None or not lacks_method(module, "forward")):
         return False
@@ -233,12 +233,12 @@ def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
 
 
 def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
-    """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
+    """Check that methods accept the arguments of the trainer's calls, and warn about misspelt names of hooks.
 
     `val_step` is as in `lacks_method`.
 
     Raises:
-        ModuleContractError: naming the method and the signature it needs.
+        ModuleContractError: a method does not; the message has the required signature.
     """
     _check_library_names(module)
     for name, (positional, named) in _CALLS.items():
@@ -247,23 +247,23 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
             signature = inspect.signature(method)
         except (TypeError, ValueError):
             continue
-        # A hook may ask for outputs, as many as its step returns: offer as many as it has room for.
+        # A hook may take as many outputs as its step returns: pass as many as it has parameters for.
         room = [p for p in signature.parameters.values() if p.kind in _BY_POSITION and p.name not in named]
         offered = max(len(positional), len(room)) if name in _TAKE_OUTPUTS else len(positional)
         try:
             signature.bind(*range(offered), **dict.fromkeys(named))
         except TypeError as error:
             wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
-            hint = " It is what the backend calls; keep your network in an attribute such as self.model."
+            hint = " The backend calls this method; keep your network in an attribute such as self.model."
             raise ModuleContractError(
-                f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
+                f"{type(module).__name__}.{name}{signature} cannot be called with the trainer's arguments ({error}). "
                 f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
             ) from error
     _warn_on_method_typos(module, log, val_step)
 
 
 def _check_library_names(module: Any) -> None:
-    """Refuse attributes of the class that hide a name of the library; `__setattr__` refuses those of the object."""
+    """Check that no attribute of the class hides a name of the library; `__setattr__` checks those of the object."""
     for name in library_names():
         owner = next(kind for kind in type(module).__mro__ if name in vars(kind))
         problem = None
@@ -282,7 +282,7 @@ def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
             if close:
                 log.warning(
-                    f"{type(module).__name__}.{name} is no hook and is never called by the trainer. "
+                    f"{type(module).__name__}.{name} is not a hook and is never called by the trainer. "
                     f"Did you mean {close[0]!r}?"
                 )
         elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
@@ -294,8 +294,8 @@ def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: An
         alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
         if alike and lacks_method(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
             log.warning(
-                f"{type(module).__name__}.{name} is never called by the trainer, and there is no {meant}: did you mean "
-                "that? Without it, training does not validate."
+                f"{type(module).__name__}.{name} is never called by the trainer. Did you mean {meant!r}? Without it, "
+                "training does not validate."
             )
 
 
@@ -303,10 +303,10 @@ _HOW = "Return ([optimizer], [scheduler]), or ([optimizer], []) without a schedu
 
 
 def check_initialized(named: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Refuse parameters and buffers that get their shape in the first forward pass.
+    """Check that no parameter or buffer gets its shape only in the first forward pass.
 
     Raises:
-        ConfigurationError: naming the first of them; `what` needs their values.
+        ConfigurationError: one does; `what` is the part of the library that reads its values.
     """
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     if lazy:
@@ -319,10 +319,10 @@ def check_initialized(named: Iterable[tuple[str, Tensor]], what: str) -> None:
 def check_optimizers_schedulers(
     returned: Any, module: nn.Module, log: RunLogger, num_ranks: int = 1
 ) -> tuple[tuple[Optimizer, ...], tuple[Any, ...]]:
-    """Optimizers and schedulers, or factories of schedulers, as tuples, checked against `module`.
+    """Return the optimizers, and the schedulers or their factories, as tuples, checked against `module`.
 
     Raises:
-        ModuleContractError: something in it is none, or belongs to other parameters or another optimizer.
+        ModuleContractError: an item has another type, or belongs to other parameters or another optimizer.
     """
     if isinstance(returned, Optimizer):
         returned = (returned, ())
@@ -357,11 +357,11 @@ _CONTAINERS = {
     tuple: ("nn.ModuleList", "nn.ParameterList"),
 }
 _MOST_ITEMS = 10_000
-"""So many items of one attribute are looked at: an attribute may be a list of samples."""
+"""Items that are examined in one attribute, because it may be a long list of samples."""
 
 
 def _warn_on_unregistered_modules(module: nn.Module, log: RunLogger) -> None:
-    """Warn of trainable layers and parameters in lists and dicts, which `parameters()` does not see.
+    """Warn about trainable layers and parameters in lists and dicts, which `parameters()` does not contain.
 
     A part without trainable parameters, such as a metric, a loss or a frozen teacher, may be kept in a list.
     """
@@ -379,7 +379,7 @@ def _warn_on_unregistered_modules(module: nn.Module, log: RunLogger) -> None:
 
 
 def _trainable_in(container: Any) -> list[nn.Module | nn.Parameter]:
-    """The layers and parameters with something to train in nested lists, tuples and dicts, each once."""
+    """Return the trainable layers and parameters in nested lists, tuples and dicts, each once."""
     found: dict[int, nn.Module | nn.Parameter] = {}
     seen, pending = set[int](), list[Any]([container])
     left = _MOST_ITEMS
@@ -413,9 +413,9 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
 
 
 def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:
-    """`args` with "val/accuracy" for a monitor "accuracy" that is a metric by name, given to the trainer or the module.
+    """Return `args` with "val/accuracy" for the monitor "accuracy", if this is the name of a metric.
 
-    "loss" is that of the validation.
+    The metrics are those of the trainer or else of the module. "loss" is the validation loss.
     """
     if metrics is None:
         metrics = getattr(module, "metrics", None)
@@ -424,10 +424,10 @@ def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) ->
 
 
 def refuse_argument_of_train(name: str) -> NoReturn:
-    """Refuse the unknown argument `name` of `Trainer.train`.
+    """Raise an error for the unknown argument `name` of `Trainer.train`.
 
     Raises:
-        ConfigurationError: with the place where the trainer takes it.
+        ConfigurationError: always; it names the place for this argument.
     """
     if name in {field.name for field in fields(TrainerArguments)}:
         how = (
@@ -441,13 +441,13 @@ def refuse_argument_of_train(name: str) -> NoReturn:
 
 
 def left_out_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of `module` that no optimizer holds, by name."""
+    """Return the trainable parameters of `module` that are in no optimizer, by name."""
     held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     return {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in held}
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """The first of `names`, for a message."""
+    """Format the first of `names`, for a message."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
@@ -462,8 +462,8 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
         twice = sum(id(p) in held for p in parameters)
         if twice:
             raise ModuleContractError(
-                f"optimizer {position} ({type(optimizer).__name__}) holds {twice} parameters that an optimizer before "
-                "it holds as well, so they would move twice a step. Give each parameter to one optimizer."
+                f"optimizer {position} ({type(optimizer).__name__}) holds {twice} parameters that an earlier optimizer "
+                "holds too, so they would be updated twice a step. Give each parameter to one optimizer."
             )
         held |= {id(p) for p in parameters}
     left_out = list(left_out_parameters(optimizers, module))
@@ -479,18 +479,18 @@ def _check_parameters(optimizers: Sequence[Optimizer], module: nn.Module, log: R
 
 
 def _foreign(position: int, optimizer: Optimizer, foreign: Sequence[Tensor], module: nn.Module) -> ModuleContractError:
-    """The error for an optimizer with parameters that are not the module's."""
+    """Return the error for an optimizer with parameters that do not belong to the module."""
     kind = type(optimizer).__name__
     if not any(p.is_meta for p in foreign) and not any(map(is_sharded, module.parameters())):
         return ModuleContractError(
             f"optimizer {position} ({kind}) holds {len(foreign)} parameters that are not {type(module).__name__}'s, "
-            f"the first of shape {tuple(foreign[0].shape)}. Make it over self.parameters(), and make the model an "
+            f"the first of shape {tuple(foreign[0].shape)}. Create it with self.parameters(), and make the model an "
             "attribute of the module before that."
         )
     made = f"{kind}({{}}, lr={optimizer.defaults['lr']!r})" if "lr" in optimizer.defaults else f"{kind}({{}})"
     return ModuleContractError(
         f"optimizer {position} ({kind}) holds {len(foreign)} parameters that were replaced when the module was placed: "
-        "it was made before the module was sharded, or got its memory. Make it later: return "
+        "it was created before the module was sharded, or got its memory. Create it later: return "
         f"{made.format('self.parameters()')} from get_optimizers_schedulers, or give SupervisedModule a function, "
         f"optimizer=lambda parameters: {made.format('parameters')}."
     )
@@ -507,6 +507,6 @@ def _check_scheduler(scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
     owner = getattr(scheduler, "optimizer", None)
     if owner is not None and all(owner is not optimizer for optimizer in optimizers):
         raise ModuleContractError(
-            f"a {kind} belongs to an optimizer that get_optimizers_schedulers did not return. Make it over one of "
-            "the optimizers you return."
+            f"a {kind} belongs to an optimizer that get_optimizers_schedulers did not return. Create it for one of "
+            "the optimizers that you return."
         )

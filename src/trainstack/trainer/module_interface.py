@@ -1,4 +1,4 @@
-"""`ModuleInterface`, the class that a user writes."""
+"""`ModuleInterface`: the base class of users' modules."""
 
 from __future__ import annotations
 
@@ -31,68 +31,68 @@ if TYPE_CHECKING:
 
 
 def _hook(function: Callable[..., None]) -> Callable[..., None]:
-    """Declare a hook whose overriding method may have fewer parameters, or outputs under their own names.
+    """Declare a hook whose override may have fewer parameters, or names for its outputs.
 
-    Type checkers compare an override with the declared type, and `...` accepts each list of parameters.
+    Type checkers compare an override with the declared type, and `...` accepts any parameters.
     """
     return function
 
 
 class CallbackInterface:
-    """Hooks around the loop.
+    """Hooks around the training loop.
 
-    Outputs reach a hook only if it asks for them: a hook without `*outputs` in its signature costs no memory.
-    Outputs are detached; those of a step lie on the training device, those of an epoch on the CPU.
+    A hook gets outputs only if its signature has `*outputs` or names for them; without these, no memory is used.
+    Outputs are detached. Those of a step are on the training device, those of an epoch on the CPU.
     """
 
     @_hook
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
-        """Before the first batch of an epoch.
+        """Called before the first batch of an epoch.
 
-        A run that goes on within an epoch calls it again, on the state from before the epoch. Afterwards the state is
-        what it was: see docs/resume.md.
+        A run that resumes within an epoch calls it again, with the state before the epoch. Then the state is restored,
+        see docs/resume.md.
 
         Args:
-            global_step: global steps finished so far.
-            epoch: counted from 0.
+            global_step: number of finished global steps.
+            epoch: epoch, counted from 0.
         """
 
     @_hook
     def on_end_backward(self, global_step: int, loss_tensor: Tensor) -> None:
-        """After the backward pass of each micro-batch.
+        """Called after the backward pass of each micro-batch.
 
         Args:
-            global_step: number of the step under way, counted from 1.
-            loss_tensor: the micro-batch's loss, 0-dim, neither scaled nor detached; its graph is freed.
+            global_step: current global step, counted from 1.
+            loss_tensor: loss of the micro-batch, 0-dim, neither scaled nor detached; its graph is freed.
         """
 
     @_hook
     def on_end_train_step(self, global_step: int, *train_step_collated_outputs: Any) -> None:
-        """After each global step, also one that was skipped.
+        """Called after each global step, including skipped ones.
 
         Args:
-            global_step: global steps finished, this one included.
-            *train_step_collated_outputs: what `train_step` returned for the micro-batches of this step on this
-                process, item by item, joined along dimension 0; a dict arrives as one dict.
+            global_step: number of finished global steps, including this one.
+            *train_step_collated_outputs: outputs of `train_step` for the micro-batches of this step on this process,
+                concatenated along dimension 0, item by item; dict outputs become one dict.
         """
 
     @_hook
     def on_end_train_epoch(self, global_step: int, *train_step_collated_outputs: Any) -> None:
-        """After the last step of an epoch and before validation; outputs as above, over the whole epoch."""
+        """Called after the last step of an epoch and before validation, with the outputs of the whole epoch."""
 
     @_hook
     def on_end_val_epoch(self, global_step: int, *val_step_collated_outputs: Any, key: str = "default") -> None:
-        """After each validation loader.
+        """Called after each validation loader.
 
         Args:
-            global_step: global steps finished so far.
-            *val_step_collated_outputs: what `val_step` returned, item by item, in data set order.
-            key: the loader's key in the dict that `get_val_dataloaders` returned; "default" for a single loader.
+            global_step: number of finished global steps.
+            *val_step_collated_outputs: outputs of `val_step`, item by item, in dataset order.
+            key: key of the loader in the dict from `get_val_dataloaders`; "default" for a single loader.
         """
 
     @_hook
     def on_end_train(self, global_step: int) -> None:
-        """Once, after the last epoch and its checkpoint."""
+        """Called once, after the last epoch and its checkpoint."""
 
 
 _given_steps: ContextVar[tuple[nn.Module | None, Mapping[Stage, Callable[..., Any]]]] = ContextVar(
@@ -102,9 +102,10 @@ _given_steps: ContextVar[tuple[nn.Module | None, Mapping[Stage, Callable[..., An
 
 @contextmanager
 def calls_given_steps(module: nn.Module, steps: Mapping[Stage, Callable[..., Any]]) -> Iterator[None]:
-    """A block in which `forward` of `module` calls these functions in the place of its methods.
+    """Context manager in which `forward` of `module` calls these functions in place of its methods.
 
-    A context variable and no attribute, for the module is the user's, and layers wrap its call: no argument reaches it.
+    It uses a context variable, because the module belongs to the user and layers wrap its call: an attribute would
+    change the module, and an argument would not reach it.
     """
     before = _given_steps.set((module, steps))
     try:
@@ -115,14 +116,14 @@ def calls_given_steps(module: nn.Module, steps: Mapping[Stage, Callable[..., Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchInfo:
-    """The part of a global step that `train_step` is called for.
+    """Position of a micro-batch in its global step, for `train_step`.
 
     Attributes:
-        number: its place among the micro-batches of the step on this process, counted from 0.
-        count: how many there are; at most so many for a loader with an order of its own.
-        samples: the indices of its samples in the dataset; None for a loader with an order of its own, with
-            `overfit_batches`, and outside of a step. Empty for a borrowed micro-batch: this rank has fewer than others
-            in this step, and runs it with weight 0.
+        number: position among the micro-batches of the step on this process, counted from 0.
+        count: number of micro-batches; for a loader with a custom order, the largest possible number.
+        samples: indices of its samples in the dataset; None for a loader with a custom order, with `overfit_batches`,
+            and outside of a step. Empty for a borrowed micro-batch: this rank has fewer than others in this step, and
+            runs it with weight 0.
     """
 
     number: int = 0
@@ -131,7 +132,7 @@ class MicroBatchInfo:
 
 
 class StepView:
-    """Tells a module which micro-batch is under way. A copy, such as one in a pickled module, tells nothing."""
+    """Gives a module its current micro-batch. A copy, such as one in a pickled module, has the default."""
 
     def __init__(self, micro_batch: Callable[[], MicroBatchInfo] = MicroBatchInfo) -> None:
         self.micro_batch = micro_batch
@@ -141,7 +142,7 @@ class StepView:
 
 
 class _MicroBatchUnderWay:
-    """The attribute `micro_batch` of a module, unless the module assigns one itself."""
+    """The attribute `micro_batch` of a module, unless the module assigns its own."""
 
     def __get__(self, module: Any, kind: Any = None) -> MicroBatchInfo:
         view: StepView | None = getattr(module, "_step_view", None)
@@ -149,38 +150,37 @@ class _MicroBatchUnderWay:
 
 
 class _LoggedAlone:
-    """The attribute `logged` of a module, unless the module assigns one itself."""
+    """The attribute `logged` of a module, unless the module assigns its own."""
 
     def __get__(self, module: Any, kind: Any = None) -> dict[str, Any]:
         return {} if module is None else vars(module).setdefault("_logged_alone", {})
 
 
 class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
-    """Model, steps, optimizers and data of one training task.
+    """Base class of a training task: model, steps, optimizers and data.
 
-    A trainer sets `plan` and two private attributes: `_log_sink`, to which `log` passes values, and `_step_view`.
+    A trainer sets `plan` and two private attributes: `_log_sink`, which gets the values of `log`, and `_step_view`.
 
     Attributes:
         plan: all step arithmetic of the run; set by the trainer before it calls `get_optimizers_schedulers`.
-        keep_modes: whether each part trains in the mode, training or eval, that it has when `train()` is called. By
-            default parts with trainable parameters are put into training mode, except single layers.
-        micro_batch: in `train_step`, which part of the global step this is; elsewhere number 0 of 1.
+        keep_modes: whether each part trains in its mode (training or eval) at the call of `train()`. By default parts
+            with trainable parameters are put into training mode, except single layers.
+        micro_batch: in `train_step`, position of the micro-batch in the global step; elsewhere number 0 of 1.
         loss_reduction: `"mean"` if `train_step` returns a mean over the items of its batch. `"sum"` if it returns a
-            sum: then the losses and gradients of micro-batches and processes are added up. None: a mean, and what looks
-            like a sum is warned about where a step is split.
+            sum: then the losses and gradients of micro-batches and processes are added. None: a mean, with a warning
+            about a probable sum if a step is split.
         evaluate_on_main: True lets rank 0 evaluate whole loaders, for a `val_step` that carries state from batch to
             batch. The other ranks wait, and get the same losses, metrics and outputs.
-        splits_batches: False refuses a run whose steps have several micro-batches, such as that of a module that
-            carries state from batch to batch.
-        hyperparameters: values by name that trackers show beside those of the run, such as the width of the model. Set
+        splits_batches: False forbids several micro-batches a step, such as for a module that carries state from batch
+            to batch.
+        hyperparameters: values by name that trackers show with those of the run, such as the width of the model. Set
             them in `__init__`.
-        logged: the last value of each name that was logged while no trainer ran the module, such as in a unit test of a
-            step.
-        metrics: not defined here. A module may have this attribute or method: metrics by name, anything with `update`,
+        logged: the last logged value of each name while no trainer runs the module, such as in a unit test of a step.
+        metrics: not defined here. A module may define this attribute or method: metrics by name, objects with `update`,
             `compute` and `reset`; see docs/validation.md.
     """
 
-    plan: TrainingPlan = None  # type: ignore[assignment]  # what a user writes runs after it is set
+    plan: TrainingPlan = None  # type: ignore[assignment]  # set before any method of the user is called
     keep_modes: bool = False
     evaluate_on_main: bool = False
     micro_batch: _MicroBatchUnderWay = _MicroBatchUnderWay()
@@ -190,38 +190,38 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     logged: _LoggedAlone = _LoggedAlone()
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
-    _may_lack_loss: bool = False  # whether `val_step` is known to return no loss sometimes
+    _may_lack_loss: bool = False  # whether `val_step` may return outputs without a loss
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
-        """Make the optimizers and their schedulers.
+        """Create the optimizers and their schedulers.
 
         Args:
             estimated_global_steps_per_epoch: an upper bound; `self.plan` has the exact numbers.
-            epochs: of the whole run.
+            epochs: epochs of the whole run.
 
         Returns:
             A list of optimizers and a list of schedulers (may be empty or None). A scheduler steps once after each
-            global step that moved the weights, unless a `SchedulerConfig` says otherwise. Instead of a scheduler there
-            may be a function of the optimizer that makes it.
+            global step that changed the weights, unless it is in a `SchedulerConfig`. Instead of a scheduler, the list
+            may have a function of the optimizer that makes it.
         """
 
     @abstractmethod
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
-        """Describe the training data; called for the plan, and at the start of each epoch.
+        """Describe the training data. Called for the plan, and at the start of each epoch.
 
-        A run that goes on within an epoch calls it again, on the state from before the first call for this epoch.
+        A run that resumes within an epoch calls it again, with the state before the first call for this epoch.
 
         Args:
-            sampler: call it with the data set: `DataLoader(ds, sampler=sampler(ds), batch_size=batch_size)`.
+            sampler: class of the sampler: `DataLoader(ds, sampler=sampler(ds), batch_size=batch_size)`.
             batch_size: samples a micro-batch.
 
         Returns:
-            A `DataLoader`. Data set, `collate_fn`, workers and `drop_last` are taken from it; the order is the
-            library's own (a permutation of seed and epoch), unless the loader has a custom sampler, an iterable
-            data set or is no `DataLoader`: then its batches are used as they come. With a `LengthGroupedSampler` the
-            batches hold samples of like lengths. A dict of loaders gives each step a dict with a batch of each, as
-            `TrainerArguments.combine_loaders` says.
+            A `DataLoader`. The trainer uses its dataset, `collate_fn`, workers and `drop_last`, and the library's order
+            (a permutation from seed and epoch). With a custom sampler, an iterable dataset or another class than
+            `DataLoader`, the batches are used in the loader's order. With a `LengthGroupedSampler`, batches hold
+            samples of similar lengths. A dict of loaders gives each step a dict with a batch of each, see
+            `TrainerArguments.combine_loaders`.
         """
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
@@ -236,55 +236,55 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
         """Compute the loss of one micro-batch.
 
+        It may be a generator, for several updates in one global step: each `yield loss, optimizer` makes one backward
+        pass and one update, and the code after it uses the new weights. `optimizer` is one from
+        `get_optimizers_schedulers`, its position, or a sequence of these; without it, all are stepped. In place of a
+        loss, a function without parameters may be yielded that computes it: then the optimizer is stepped with a
+        closure. The return value of the generator is the output of the step. See docs/recipes/gan.md.
+
         Args:
-            global_step: number of the step under way, counted from 1.
-            batch: what the loader gave, its tensors on `device`.
+            global_step: current global step, counted from 1.
+            batch: batch from the loader, with its tensors on `device`.
             device: the training device.
 
         Returns:
             The loss (0-dim, the mean over the batch's items), a tuple or list whose first item is the loss, a dict
-            with the key "loss", or a dataclass with that field.
-
-        It may be a generator, for several updates in one global step: each `yield loss, optimizer` makes one backward
-        pass and one update, and the code after it sees the new weights. `optimizer` is one of those that
-        `get_optimizers_schedulers` returned, its position, or several of either; left out, it is all. In the place of a
-        loss there may be a function without parameters that computes it: then the optimizer is stepped with a closure.
-        What the generator returns at its end are the outputs of the step. See docs/recipes/gan.md.
+            with the key "loss", or a dataclass with this field.
         """
 
     def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Evaluate one batch of validation data; gradients are off. Returns what `on_end_val_epoch` is to get."""
+        """Evaluate one batch of validation data, without gradients; return the outputs for `on_end_val_epoch`."""
         raise self._lacks("val_step", "get_val_dataloaders")
 
     def test_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Evaluate one batch of test data; gradients are off."""
+        """Evaluate one batch of test data, without gradients."""
         raise self._lacks("test_step", "get_test_dataloaders")
 
     def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Predict for one batch; gradients are off. Returns what `Trainer.predict` is to collect."""
+        """Predict for one batch, without gradients; return the outputs for `Trainer.predict`."""
         raise ModuleContractError(
             f"{type(self).__name__} has no predict_step, which Trainer.predict calls. Define "
             "predict_step(self, global_step, batch, device)."
         )
 
     def metric_inputs(self, outputs: Any, batch: Any) -> Any:
-        """What metrics are fed with after `val_step` or `test_step`; override it where the default does not fit.
+        """Return the inputs of metrics after `val_step` or `test_step`; override it if the default does not fit.
 
         Args:
-            outputs: what the step returned.
-            batch: as the loader gave it.
+            outputs: outputs of the step.
+            batch: batch from the loader, before it is moved to the device.
 
         Returns:
-            A tuple, given to each metric's `update` by position; a dict, whose items are matched with the names of its
-            parameters; or None to leave the batch out. By default predictions and targets as
-            `default_metric_inputs` finds them.
+            A tuple, passed to each metric's `update` by position; a dict, whose items are matched with the names of its
+            parameters; or None to skip the batch. The default is the result of `default_metric_inputs`, which finds
+            predictions and targets.
         """
-        from trainstack.trainer.arg_matching import default_metric_inputs  # which imports classes derived from this
+        from trainstack.trainer.arg_matching import default_metric_inputs  # not at the top: it imports this module
 
         return default_metric_inputs(outputs, batch)
 
     def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
-        """A warning for items of `batch` that neither the step nor `takers` take; None where nothing is known."""
+        """Return a warning about items of `batch` that neither the step nor `takers` use; None if unknown."""
         return None
 
     def _lacks(self, step: str, loaders: str) -> ModuleContractError:
@@ -294,12 +294,12 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         )
 
     def _given_step(self, stage: Stage) -> Callable[..., Any] | None:
-        """The function that a trainer calls instead of the method for `stage`, bound to this module; None without."""
+        """Return the function that replaces the method for `stage`, bound to this module; None without one."""
         module, steps = _given_steps.get()
         return MethodType(steps[stage], self) if module is self and stage in steps else None
 
     def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Run the step that belongs to `stage`; what the backend calls."""
+        """Run the step for `stage`. The backend calls this method."""
         if isinstance(batch, NextPart):
             return batch.run()
         if (step := self._given_step(stage)) is not None:
@@ -315,44 +315,47 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         raise AttributeError(f"stage {stage!r} is none of {[s.name for s in Stage]}")
 
     def sharding_units(self) -> Sequence[str | type[nn.Module] | nn.Module] | None:
-        """The blocks that `fsdp`, `compile="units"` and `activation_checkpointing` work on one by one.
+        """Return the blocks that `fsdp`, `compile="units"` and `activation_checkpointing` process separately.
 
-        Return modules, their names, their classes or the names of these. Each forward pass has to call each of them.
-        None takes the blocks that an `nn.ModuleList` or `nn.Sequential` repeats.
+        Returns:
+            Modules, their names, their classes or the names of classes. Each forward pass must call each of these
+            modules. None for the blocks that an `nn.ModuleList` or `nn.Sequential` repeats.
         """
         return None
 
     def batch_weight(self, batch: Any) -> float:
-        """How many items the loss of `batch` is a mean over: its samples, unless overridden.
+        """Return the number of items that the loss of `batch` is a mean over: its samples, unless overridden.
 
-        Override it where the loss is a mean over something else, such as the tokens that are no padding. The
-        micro-batches of a global step then count by their items, so that any split gives the same gradient.
-        `batch` is as the loader gave it, before it is moved to the device.
+        Override it if the loss is a mean over other items, such as tokens that are not padding. The micro-batches of a
+        global step are then weighted by their items, so that any split gives the same gradient.
+
+        Args:
+            batch: batch from the loader, before it is moved to the device.
         """
         return samples_in(batch, lists_are_fields=True)
 
     batch_weight.counts_samples = True  # type: ignore[attr-defined]
 
     def build_dataloader(self, dataset: Any, sampler: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
-        """A `DataLoader` over `dataset`, for use in the methods above, which are given `sampler` and `batch_size`.
+        """Make a `DataLoader` over `dataset`, for the methods above, which get `sampler` and `batch_size`.
 
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
-            sampler: as given, or a sampler object with an order of its own; `shuffle=True` or `shuffle=False` among
-                the options chooses another.
-            batch_size: as given.
-            **options: of `DataLoader`. Without `collate_fn` among them, batches are made by this module's `collate_fn`
-                if it has one, else by the data set's `data_collator`, else as torch does.
+            sampler: the argument of the method, or a sampler object with a custom order; `shuffle=True` or
+                `shuffle=False` in the options overrides it.
+            batch_size: the argument of the method.
+            **options: options of `DataLoader`. Without `collate_fn`, the loader uses this module's `collate_fn`, or
+                else the dataset's `data_collator`, or else torch's default.
 
         Raises:
-            ModuleContractError: `dataset` is none.
-            ConfigurationError: `DataLoader` refuses the options.
+            ModuleContractError: `dataset` is not a dataset.
+            ConfigurationError: `DataLoader` does not accept the options.
         """
         lacks = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
         if lacks and not isinstance(dataset, IterableDataset):
             raise ModuleContractError(
-                f"a {type(dataset).__name__} is no data set: it has no {' and no '.join(lacks)}. Give an object with "
-                "__len__ and __getitem__, or an IterableDataset."
+                f"a {type(dataset).__name__} is not a dataset: it has no {' and no '.join(lacks)}. Write an object "
+                "with __len__ and __getitem__, or an IterableDataset."
             )
         chosen = {"batch_size": batch_size, **options}
         if chosen.get("collate_fn") is None:
@@ -367,19 +370,23 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         try:
             return DataLoader(dataset, **chosen)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"DataLoader does not take the options {chosen}: {error}") from error
+            raise ConfigurationError(f"DataLoader does not accept the options {chosen}: {error}") from error
 
     def log(self, name: str, value: Any) -> None:
-        """Record a number under `name` at the step under way; a tensor is read at the next log point, not now.
+        """Record a number under `name` at the current step; a tensor is read at the next log point, not now.
 
-        Values of `val_step` and `test_step` are recorded once, at the end of the evaluation: their mean over the
-        samples of all loaders and processes. As in the loss, a batch counts by `batch_weight`; a batch in which nothing
-        was logged under `name` does not count. What `train_step` and hooks log is recorded each time.
+        Values of `val_step` and `test_step` are recorded once, at the end of the evaluation, as their mean over the
+        samples of all loaders and processes. As in the loss, a batch is weighted by `batch_weight`; a batch without a
+        value under `name` does not count. Values of `train_step` and hooks are recorded each time.
 
-        A module that no trainer has run yet keeps the value in `logged`, and says so once.
+        While no trainer runs the module, the value is kept in `logged`, with one warning.
+
+        Args:
+            name: name of the metric, such as "train/accuracy".
+            value: a number, or a tensor with one element on any device.
 
         Raises:
-            ConfigurationError: the name or the value cannot be recorded, or the trainer records a metric of that name.
+            ConfigurationError: the name or the value is invalid, or the trainer itself records a metric of this name.
         """
         if self._log_sink is None:
             alone = RunHistory()
@@ -398,65 +405,65 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         kept = vars(self).setdefault("_logged_alone", {})
         if not kept:
             RunLogger().warning(
-                f"{type(self).__name__} logs {name!r} and no Trainer runs it: what it logs is kept in module.logged."
+                f"{type(self).__name__} logs {name!r} and no Trainer runs it: the values are kept in module.logged."
             )
         kept[name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; refuse a value that would hide a name of the library.
+        """Set an attribute, unless its value would hide a name of the library.
 
         Raises:
-            ModuleContractError: `plan` is given another value than a plan, or a method another value than a function.
+            ModuleContractError: the value of `plan` is not a plan, or the value of a method is not a function.
         """
         if name in library_names() and (problem := name_conflict(type(self).__name__, name, value)) is not None:
             raise ModuleContractError(problem)
         super().__setattr__(name, value)
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the module; its `state_dict` unless overridden, under the names of what
-        `torch.compile` may have wrapped."""
+        """Return the module's state for a checkpoint: its `state_dict` unless overridden, with names as without
+        `torch.compile`."""
         return {without_wrappers(name): value for name, value in self.state_dict().items()}
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
-        """Take back what `get_state` returned; does nothing for None."""
+        """Load the state from `get_state`; None has no effect."""
         if state:
             wrapped = {without_wrappers(name): name for name in self.state_dict()}
             self.load_state_dict({wrapped.get(name, name): value for name, value in state.items()})
 
     def redistribute_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """Make the state of this rank out of those of a run with another number of ranks.
+        """Compute the state of this rank from those of a run with another number of ranks.
 
-        Define it where `get_state` returns other values on each rank and a run is to be resumed on more or fewer ranks;
-        without it such a resume is refused.
+        Define it if `get_state` returns different values on the ranks and a run should resume on more or fewer ranks.
+        Without it such a resume is an error.
 
         Args:
-            states: what `get_state` returned on each rank that wrote the checkpoint.
-            rank: of this process, counted from 0.
-            world_size: how many ranks there are now.
+            states: results of `get_state` on each rank that wrote the checkpoint.
+            rank: rank of this process, counted from 0.
+            world_size: current number of ranks.
 
         Returns:
-            What `update_state` is to be given on this rank.
+            The argument of `update_state` on this rank.
         """
         raise NotImplementedError
 
 
 @cache
 def library_names() -> frozenset[str]:
-    """The names on a module that the trainer sets or calls: `plan` and the methods."""
+    """Return the names on a module that the trainer sets or calls: `plan` and the methods."""
     defined = {**vars(CallbackInterface), **vars(MediaLog), **vars(ModuleInterface)}
     return frozenset(name for name, value in defined.items() if name[0] != "_" and (callable(value) or name == "plan"))
 
 
 def name_conflict(owner: str, name: str, value: Any) -> str | None:
-    """Why `value` cannot be the attribute `name` of a module of the class `owner`; None if it can.
+    """Return the reason why `value` cannot be the attribute `name` of a module of class `owner`; None if it can.
 
-    A function may replace a method, as `torch.compile(self.train_step)` does. An `nn.Module` cannot: PyTorch registers
-    it under the name, and the method of the class still comes first.
+    A function may replace a method, as in `self.train_step = torch.compile(self.train_step)`. An `nn.Module` cannot:
+    PyTorch registers it under the name, but an access still returns the method of the class.
     """
     if name == "plan":
         if value is None or isinstance(value, TrainingPlan):
             return None
-        return f"{owner}.plan was given a {type(value).__name__}. The trainer keeps its TrainingPlan there. {_RENAME}"
+        return f"{owner}.plan was given a {type(value).__name__}. The trainer sets its TrainingPlan there. {_RENAME}"
     is_function = callable(value) and not isinstance(value, nn.Module)
     if name not in library_names() or is_function or (value is None and name.startswith("on_")):
         return None
@@ -469,9 +476,9 @@ _RENAME = "Choose another name for the attribute."
 
 
 def _plain_value(value: Any) -> Any:
-    """The mean over records of a value that `torch.func.vmap` computes for each; other values as they are."""
-    # torch 2.13.0: there is no public way to the value inside a wrapper. Without these names no value is unwrapped,
-    # so that `log` works outside of vmap.
+    """Return the mean over records of a value that `torch.func.vmap` computes for each; other values unchanged."""
+    # torch 2.13.0 has no public access to the value inside a wrapper. If a later version lacks these private names, no
+    # value is unwrapped, so `log` works only outside of vmap.
     functorch = getattr(torch._C, "_functorch", None)
     is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", None)
     unwrap = getattr(functorch, "get_unwrapped", None)

@@ -22,26 +22,27 @@ def parameter_groups(
     no_decay: Sequence[str] | None = None,
     layer_decay: float | None = None,
 ) -> list[dict[str, Any]]:
-    """The parameters of `module` that require gradients, as groups for an optimizer.
+    """Return the parameters of `module` that require gradients, as groups for an optimizer.
 
-    With `layer_decay`, the last layer has the rate `lr`, and each layer before it `layer_decay` times the rate of the
-    next. The first number in the name of a parameter is its layer, as in `"blocks.3.attn.weight"`. Parameters without a
-    number are a layer before the first one if they come before the numbered ones in the module, else after the last.
+    With `layer_decay`, the last layer has the rate `lr`, and each earlier layer `layer_decay` times the rate of the
+    next one (layer-wise learning rate decay, as in Clark et al.: ELECTRA, 2020). The first number in the name of a
+    parameter is its layer, as in `"blocks.3.attn.weight"`. Parameters without a number form a layer before the first
+    one if they precede the numbered ones in the module, otherwise after the last one.
 
     Args:
         module: the model, or a part of it.
         lr: the learning rate.
-        weight_decay: of the parameters that decay.
-        no_decay: patterns of names without weight decay, such as `["*.bias", "*norm*"]`; by default parameters of fewer
-            than two dimensions, which are biases and the weights of norms.
-        layer_decay: above 0 and at most 1; None for one rate.
+        weight_decay: weight decay of the parameters that have it.
+        no_decay: patterns of names without weight decay, such as `["*.bias", "*norm*"]`; by default parameters with
+            fewer than two dimensions, which are biases and the weights of norms.
+        layer_decay: factor above 0 and at most 1; None for one rate.
 
     Returns:
         Groups with `"params"`, `"name"`, `"lr"` and `"weight_decay"`, in the order of the layers.
 
     Raises:
-        ConfigurationError: `layer_decay` is out of range, there is no parameter with a number in its name to divide by
-            layers, or a pattern matches nothing.
+        ConfigurationError: `layer_decay` is out of range, no parameter has a number in its name, or a pattern matches
+            nothing.
     """
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ConfigurationError(f"layer_decay={layer_decay!r}: write a number above 0 and up to 1, such as 0.75.")
@@ -65,15 +66,18 @@ def parameter_groups(
 
 
 def split_parameters(module: nn.Module, keys: Iterable[str]) -> dict[str, list[nn.Parameter]]:
-    """The parameters of `module` that require gradients, divided among `keys`; the first key that fits gets one.
+    """Divide the parameters of `module` that require gradients among `keys`; the first matching key gets a parameter.
 
     Args:
         module: the model, or a part of it.
-        keys: `"matrices"` for weights of two dimensions but for those of embeddings, `"rest"` for all, or a pattern of
+        keys: `"matrices"` for weights with two dimensions except those of embeddings, `"rest"` for all, or a pattern of
             names such as `"head.*"`.
 
+    Returns:
+        A list of parameters for each key.
+
     Raises:
-        ConfigurationError: a parameter fits no key, or a key gets no parameter.
+        ConfigurationError: a parameter matches no key, or a key gets no parameter.
     """
     embeddings = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()
@@ -89,14 +93,14 @@ def split_parameters(module: nn.Module, keys: Iterable[str]) -> dict[str, list[n
         key = next((key for key in found if fits(key, name, parameter)), None)
         if key is None:
             raise ConfigurationError(
-                f"the parameter {name!r} fits none of {', '.join(map(repr, found))}. Add the key 'rest' for all others."
+                f"the parameter {name!r} matches none of {', '.join(map(repr, found))}. Add the key 'rest' for others."
             )
         found[key].append(parameter)
     empty = [key for key, own in found.items() if not own]
     if empty:
-        names = ", ".join(name for name, _ in _trained(module)[:8])
+        names = ", ".join(name for name, _ in _trained(module)[:8])  # 8: a line or two of the message
         raise ConfigurationError(
-            f"{empty[0]!r} fits no parameter, or those before it take them. There are {names}, ..."
+            f"{empty[0]!r} matches no parameter, or earlier keys take them. There are {names}, ..."
         )
     return found
 
@@ -106,7 +110,7 @@ def _trained(module: nn.Module) -> Named:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits `name`, with or without the names of the modules around it."""
+    """Whether a pattern matches `name`, with or without the names of the modules around it."""
     parts = name.split(".")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
     return any(fnmatchcase(tail, pattern) for pattern in patterns for tail in tails)
@@ -118,18 +122,18 @@ def _check_patterns(named: Named, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         if not any(_matches(name, [pattern]) for name, _ in named):
             names = ", ".join(name for name, _ in named[:8])
-            raise ConfigurationError(f"no_decay has {pattern!r}, which fits no parameter. There are {names}, ...")
+            raise ConfigurationError(f"no_decay has {pattern!r}, which matches no parameter. There are {names}, ...")
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """The number of the layer of each name."""
+    """Return the number of the layer for each name."""
     found = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
     numbers = [None if match is None else int(match[1]) for match in found]
     known = [number for number in numbers if number is not None]
     if not known:
         raise ConfigurationError(
-            "layer_decay needs layers with numbers, and no name of a parameter has one, as 'blocks.0.weight' has. Make "
-            "the groups in the module, with an lr for each."
+            "layer_decay requires layers with numbers, and no name of a parameter has one, such as 'blocks.0.weight'. "
+            "Create the groups in the module, with an lr for each."
         )
     first = next(place for place, number in enumerate(numbers) if number is not None)
     outer = [0 if place < first else max(known) + 2 for place in range(len(numbers))]

@@ -1,4 +1,4 @@
-"""`build_optimizer`, and the other ways in which an optimizer is given."""
+"""`build_optimizer`, and checks of the ways to specify an optimizer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ OptimizerSource = OneOptimizer | Mapping[str, OneOptimizer]
 def build_optimizer(
     name: str, parameters: Iterable[Any], *, lr: float | None = None, weight_decay: float | None = None, **options: Any
 ) -> Optimizer:
-    """Make the optimizer called `name` over `parameters`.
+    """Make the optimizer `name` over `parameters`.
 
     Args:
-        name: of a class in `torch.optim`, in any case: "adamw", "sgd", ...
+        name: name of a class in `torch.optim`, in upper or lower case: "adamw", "sgd", ...
         parameters: parameters or parameter groups.
-        lr: the learning rate; torch's default if None.
-        weight_decay: likewise.
-        **options: what else the class takes.
+        lr: the learning rate; None for torch's default.
+        weight_decay: the weight decay; None for torch's default.
+        **options: further arguments of the class.
 
     Raises:
-        ConfigurationError: there is no such optimizer, or it does not take these options.
+        ConfigurationError: there is no such optimizer, or it does not have these options.
     """
     made_by = optimizer_class(name)
     given = {"lr": lr, "weight_decay": weight_decay}
@@ -39,16 +39,16 @@ def build_optimizer(
     unknown = set(options) - set(inspect.signature(made_by).parameters)
     if unknown:
         takes = ", ".join(list(inspect.signature(made_by).parameters)[1:])
-        raise ConfigurationError(f"optimizer {name!r} takes no {', '.join(sorted(unknown))}. It takes {takes}.")
+        raise ConfigurationError(f"optimizer {name!r} has no option {', '.join(sorted(unknown))}. It takes {takes}.")
     made: Optimizer = made_by(parameters, **options)
     return made
 
 
 def optimizer_class(name: str) -> type[Any]:
-    """The class in `torch.optim` called `name`, in any case.
+    """Return the class `name` in `torch.optim`; upper and lower case are equal.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such class.
     """
     known = {
         key.lower(): value
@@ -58,23 +58,23 @@ def optimizer_class(name: str) -> type[Any]:
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
-        raise ConfigurationError(f"no optimizer is called {name!r}. {hint}")
+        raise ConfigurationError(f"there is no optimizer {name!r}. {hint}")
     return known[name.lower()]
 
 
 def named_scheduler(scheduler: Any, options: Mapping[str, Any] | None) -> Any:
-    """`scheduler`, or what its name stands for, with `options`."""
+    """Return `scheduler`, or if it is a name, a factory with `options`."""
     if isinstance(scheduler, str):
         return build_scheduler(scheduler, **(options or {}))
     if options:
         raise ConfigurationError(
-            f"scheduler_kwargs={dict(options)} with a scheduler that is no name: put them into functools.partial."
+            f"scheduler_kwargs={dict(options)} with a scheduler that is not a name: put them into functools.partial."
         )
     return scheduler
 
 
 def make_optimizers(source: Any, parameters: Iterable[Any], options: Mapping[str, Any]) -> list[Optimizer]:
-    """What `source` makes over `parameters`: a name, a class or a function; an optimizer stays."""
+    """Make optimizers over `parameters` from a name, a class or a function; an optimizer is returned unchanged."""
     made = source
     if isinstance(source, str):
         made = build_optimizer(source, parameters, **options)
@@ -84,14 +84,14 @@ def make_optimizers(source: Any, parameters: Iterable[Any], options: Mapping[str
     for one in several:
         if not isinstance(one, Optimizer):
             raise ModuleContractError(
-                f"the optimizer factory returned a {type(one).__name__}. Return an optimizer over the parameters it "
-                "is given: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
+                f"the optimizer factory returned a {type(one).__name__}. Return an optimizer of the parameters that it "
+                "gets: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)."
             )
     return several
 
 
 def check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any) -> None:
-    """Refuse what is no optimizer, and options or a scheduler that do not go with it."""
+    """Check that `optimizer` specifies an optimizer, and that the options and the scheduler fit it."""
     made = isinstance(optimizer, Optimizer)
     if isinstance(optimizer, Mapping):
         unknown = sorted(set(options) - set(optimizer))
@@ -103,7 +103,7 @@ def check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any) 
         for name, one in optimizer.items():
             check_optimizer(one, options.get(name, {}), None)
             if isinstance(one, Optimizer):
-                raise ConfigurationError(f"the optimizer {name!r} is made already. Give a name, a class or a function.")
+                raise ConfigurationError(f"the optimizer {name!r} exists already. Write a name, a class or a function.")
         made = False
     elif isinstance(optimizer, str):
         optimizer_class(optimizer)
@@ -114,12 +114,11 @@ def check_optimizer(optimizer: Any, options: Mapping[str, Any], scheduler: Any) 
         )
     if made and options:
         raise ConfigurationError(
-            f"optimizer_kwargs={dict(options)} with an optimizer that is made already. Leave them out, or give "
-            "its class."
+            f"optimizer_kwargs={dict(options)} with an optimizer that exists already. Remove them, or write its class."
         )
     inner = scheduler.scheduler if isinstance(scheduler, SchedulerConfig) else scheduler
     if is_scheduler(inner) and not made:
         raise ConfigurationError(
-            f"scheduler is a {type(inner).__name__} that is made already, but the optimizer is still to be made. "
-            "Give a function of the optimizer, or give the optimizer itself as well."
+            f"scheduler is a {type(inner).__name__} that exists already, but the optimizer does not exist yet. "
+            "Write a function of the optimizer, or pass an existing optimizer too."
         )

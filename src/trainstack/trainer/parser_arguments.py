@@ -1,4 +1,4 @@
-"""`ParserArguments`, the arguments of a run as a dataclass whose fields have plain types."""
+"""`ParserArguments`: the arguments of a run as a dataclass whose fields have plain types."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 from trainstack.trainer.argument_schemas import from_parser, parser_fields
 from trainstack.trainer.arguments import TrainerArguments
 
-_DOC = """The arguments of a run for parsers that take plain types only, such as HfArgumentParser and OmegaConf.
+_DOC = """The arguments of a run for parsers that support only plain types, such as HfArgumentParser and OmegaConf.
 
 It is a dataclass with a field for each value of `TrainerArguments`; `checkpointer_args__keep_last` is the value
-`keep_last` of `checkpointer_args`. A field with values of several types is text, written as on the command line of
-`trainstack train`: `"10"`, `"0.5"`, `"[csv, jsonl]"`, `"null"`. None leaves it at its default.
+`keep_last` of `checkpointer_args`. A field with values of several types is a string, written as on the command line of
+`trainstack train`: `"10"`, `"0.5"`, `"[csv, jsonl]"`, `"null"`. None means the default.
 """
 
 
 def _to_arguments(self: Any) -> TrainerArguments:
-    """The arguments of the run.
+    """Return the arguments of the run.
 
     Raises:
-        ConfigurationError: a value is of another kind than its field, or out of range.
+        ConfigurationError: a value has another type than its field, or is out of range.
     """
     made: TrainerArguments = from_parser(TrainerArguments, self)
     return made
 
 
-if TYPE_CHECKING:  # the fields are those of the other class
+if TYPE_CHECKING:  # the generated class has the fields of TrainerArguments
 
     class ParserArguments:
-        """See the documentation."""
+        """The arguments of a run for parsers that support only plain types."""
 
         def __init__(self, **values: Any) -> None: ...
 
         def to_arguments(self) -> TrainerArguments:
-            """The arguments of the run."""
+            """Return the arguments of the run."""
             raise NotImplementedError
 
 else:

@@ -1,7 +1,7 @@
-"""Arguments from plain values: those of a file, of environment variables and of words on the command line.
+"""Arguments from plain values: of a file, of environment variables and of words on the command line.
 
-Only kinds of values decide, and the names that are registered; nothing that was written is imported, called or
-evaluated. Fields that can run code are set in code alone: `CODE_ONLY` lists them.
+Only the types of values and registered names count; no input is imported, called or evaluated. Fields that can run code
+can only be set in code: `CODE_ONLY` lists them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Path = tuple[str, ...]
 """The names that lead to a value: `("checkpointer_args", "keep_last")`."""
 
 CODE_ONLY = {
-    "allow_pickle": "who reaches the ports of the run could then run code in it, so only code sets it",
-    "environ": "it takes an object, which only code makes",
-    "comm_hook": "it takes a function, which only code names",
-    "class_path": "nothing that an input names is imported or made. Write the plain value, and make objects in code",
+    "allow_pickle": "anyone who can reach the ports of the run could then run code in it, so set it in code",
+    "environ": "it takes an object, so set it in code",
+    "comm_hook": "it takes a function, so set it in code",
+    "class_path": "an input cannot name a class to import. Write the plain value, and make objects in code",
 }
-"""Keys that no file, variable or word may set, and why. False and null are let through."""
+"""Keys that no file, variable or word may set, with the reason. False and null are allowed."""
 
 _COMPILE = Kind(types=frozenset([bool, str]), values=Kind(types=frozenset([bool, str, None])))
 _COMPILE_OPTIONS = ("units", "fullgraph", "dynamic", "backend", "mode")  # `options` may name a compiler to execute
@@ -42,21 +42,21 @@ _KINDS = {
     "writers": Kind(items=(Kind(types=frozenset([str])), list)),
     "backend_options": Kind(values=Kind(values=Kind(anything=True))),
 }
-"""Of fields whose annotation says less than what a plain value may be."""
+"""Kinds of fields whose annotations do not describe the plain values."""
 
 
 @lru_cache(maxsize=32)
 def kinds_of(cls: type) -> dict[str, Kind]:
-    """The kind of each field of the dataclass `cls`."""
+    """Return the kind of each field of the dataclass `cls`."""
     hints = get_type_hints(cls)
     return {field.name: _KINDS.get(field.name) or Kind.of(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def read_config(path: str | PathLike[str]) -> dict[str, Plain]:
-    """The mapping in a YAML file of arguments, at a local path or at an address such as `s3://bucket/run/config.yaml`.
+    """Read the mapping in a YAML file of arguments, at a local path or at an address such as `s3://bucket/config.yaml`.
 
     Raises:
-        ConfigurationError: the file does not exist, or has no mapping that `parse_yaml` reads.
+        ConfigurationError: the file does not exist, or has no mapping that `parse_yaml` can read.
     """
     if not is_address(path):
         return read_yaml(path)
@@ -73,11 +73,11 @@ def _read_object(address: str, limit: int) -> bytes:
 
 
 class PlainInputs:
-    """Collects values from places, the later ones before the earlier, and makes arguments of them.
+    """Collects values from several sources, later ones overriding earlier ones, and makes arguments of them.
 
     Args:
         cls: `TrainerArguments`.
-        other: further names, such as `"module"`, each with the kinds of what it holds.
+        other: further names, such as `"module"`, with the kinds of their values by name.
     """
 
     def __init__(self, cls: Any, other: Mapping[str, Mapping[str, Kind]] | None = None) -> None:
@@ -85,10 +85,10 @@ class PlainInputs:
         self._found: dict[Path, tuple[Any, Place]] = {}
 
     def add_mapping(self, values: Mapping[str, Plain], source: str) -> None:
-        """Take the values of the file `source`.
+        """Add the values of the file `source`.
 
         Raises:
-            ConfigurationError: a key is unknown, or a value is of another kind than its field.
+            ConfigurationError: a key is unknown, or a value has another type than its field.
         """
         names = [name for name in values if name not in self._other]
         _known(self._cls, names, source)
@@ -108,7 +108,7 @@ class PlainInputs:
             self._add((*path, name), item, place.inner(name))
 
     def add_text(self, path: Path, text: str, place: Place) -> None:
-        """Take what a word or a variable says about the value at `path`, which `paths` lists."""
+        """Add the text of a word or variable as the value at `path`, one of `paths`."""
         with self._advice(path, text, place):
             value = self.kind_of(path).text(text, place)
         if self._nested(path) is not None and isinstance(value, dict):
@@ -118,7 +118,7 @@ class PlainInputs:
 
     @contextmanager
     def _advice(self, path: Path, value: Plain, place: Place) -> Iterator[None]:
-        """Let the check of a field of numbers say what to write for a value of another kind: it knows the range."""
+        """Use the error of the field's own check for a number of another type, because it has the range."""
         try:
             yield
         except ConfigurationError:
@@ -145,7 +145,7 @@ class PlainInputs:
         self._found[path] = (value, place)
 
     def paths(self) -> dict[Path, Kind]:
-        """Every value that can be set, with its kind."""
+        """Return every value that can be set, with its kind."""
         found: dict[Path, Kind] = {}
         for name, kind in kinds_of(self._cls).items():
             found[(name,)] = kind
@@ -154,14 +154,14 @@ class PlainInputs:
         return found | {(name, inner): kind for name, kinds in self._other.items() for inner, kind in kinds.items()}
 
     def kind_of(self, path: Path) -> Kind:
-        """The kind of the value at `path`."""
+        """Return the kind of the value at `path`."""
         if path[0] in self._other:
             return self._other[path[0]][path[1]] if len(path) > 1 else Kind(values=Kind(anything=True))
         kind = kinds_of(self._cls)[path[0]]
         return kind if len(path) == 1 or kind.fields is None else kinds_of(kind.fields)[path[1]]
 
     def _nested(self, path: Path) -> type | str | None:
-        """The owner of the names below `path`; None if the value itself is plain."""
+        """Return the owner of the names below `path`; None if the value itself is plain."""
         if len(path) > 1:
             return None
         return path[0] if path[0] in self._other else kinds_of(self._cls)[path[0]].fields
@@ -176,11 +176,11 @@ class PlainInputs:
                     raise ConfigurationError(unknown(place.name, name, self._other[path[0]], f"{path[0]} parameter"))
 
     def others(self, name: str) -> dict[str, Any]:
-        """The values below the further name `name`."""
+        """Return the values below the further name `name`."""
         return {path[1]: value for path, (value, _) in self._found.items() if path[0] == name and len(path) > 1}
 
     def arguments(self) -> Any:
-        """The arguments of all values.
+        """Make the arguments from all values.
 
         Raises:
             ConfigurationError: a value is out of range, or two contradict each other.
@@ -207,10 +207,10 @@ class PlainInputs:
             must = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
             absent = [inner for inner in must if inner not in value]
             if absent:
-                raise ConfigurationError(f"{name} lacks {', '.join(absent)}. Write them as well, or leave {name} out.")
+                raise ConfigurationError(f"{name} lacks {', '.join(absent)}. Write them too, or remove {name}.")
 
     def _placed(self, error: ConfigurationError) -> ConfigurationError:
-        """`error`, which begins with the name and value of an argument, with the place where that was written."""
+        """Add the place of the value to `error`, whose text begins with the name and value of an argument."""
         text = str(error)
         for path, (value, place) in self._found.items():
             given = f"{path[-1]}={value!r}"
@@ -228,11 +228,11 @@ def _known(cls: Any, names: Iterable[str], where: str) -> None:
     try:
         check_known_fields(cls, names, where)
     except ConfigurationError as error:
-        raise ConfigurationError(shorten(str(error), 2000)) from error
+        raise ConfigurationError(shorten(str(error), 2000)) from error  # it lists all known names
 
 
 def unknown(where: str, name: str, known: Iterable[str], what: str = "option") -> str:
-    """The sentence about a name that there is not, with the one that was perhaps meant."""
+    """Return the message for an unknown name, with a suggestion."""
     close = difflib.get_close_matches(shorten(name), list(known), n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return f"{where}: there is no {what} {shorten(name)}.{hint}"
@@ -245,7 +245,7 @@ def _refuse_code_only(value: Mapping[str, Any], place: Place) -> None:
 
 
 def _check_value(path: Path, value: Any, place: Place) -> None:
-    """Refuse what the kind of a field lets through and a plain value may not be."""
+    """Check a value that the kind of its field allows, but that may not be plain."""
     if path == ("compile",) and isinstance(value, dict):
         for key, item in value.items():
             if key not in _COMPILE_OPTIONS:
@@ -264,7 +264,7 @@ def _refuse_nested(value: Any, place: Place) -> None:
 
 
 def _check_layer_options(token: str, options: Mapping[str, Plain], place: Place) -> None:
-    """Refuse options that the layer's constructor does not take as plain values; an unknown layer is found later."""
+    """Check that options are plain values of the layer's parameters; the grammar reports an unknown layer later."""
     record = known_layers().get(token) or known_layers().get(token.replace("_", "-"))
     if record is None:
         return
@@ -280,13 +280,13 @@ _SCALARS = Kind(types=frozenset([bool, int, float, str, None]))
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Kind]:
-    """The kind of each parameter that can be given by its name; without an annotation it takes each plain value."""
+    """Return the kind of each parameter that can be passed by name; without an annotation it takes any plain value."""
     made_by: Any = function
     if isinstance(function, type):
         made_by = next(vars(base)["__init__"] for base in function.__mro__ if "__init__" in vars(base))
     try:
         hints = get_type_hints(made_by)
-    except Exception:  # a name in an annotation that is there for type checkers alone
+    except Exception:  # an annotation has a name that is imported only for type checkers
         hints = {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
@@ -297,7 +297,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Kind]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a file can hold `value`. An enum or a number of numpy is left out: the file would change its class."""
+    """Whether a file can hold `value`. Enums and numbers of numpy do not count: the file would change their class."""
     if type(value) is list:
         return all(map(is_plain, value))
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""`recompute_units`: parts of a model give up their activations and compute them again in the backward pass."""
+"""`recompute_units`: discard activations of parts of a model, and recompute them in the backward pass."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_units(module: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let each call of `units` keep its inputs alone; units of an earlier run that are not among them keep all again.
+    """Let each call of `units` save only its inputs; other parts of `module` no longer recompute.
 
-    As with `Module.compile`, the call is replaced where torch looks for a compiled one: names, the state dict, copies
-    and pickles stay the same. Names of torch 2.13.0.
+    Like `Module.compile`, it sets the attribute from which torch takes a compiled call, so names, the state dict,
+    copies and pickles stay the same. The private names were checked on torch 2.13.0.
+
+    Args:
+        module: module that contains the units.
+        units: parts to recompute.
     """
     for part in module.modules():
         if isinstance(part._compiled_call_impl, Recomputes):
@@ -26,7 +30,7 @@ def recompute_units(module: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 class Recomputes:
-    """The call of a unit."""
+    """Replaces the call of a unit."""
 
     def __init__(self, unit: nn.Module) -> None:
         self._unit = unit
@@ -38,13 +42,13 @@ class Recomputes:
         return checkpoint(partial(call, **kwargs), *args, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the forward pass, and around its repetition."""
+        """Return context managers for the forward pass and for its repetition."""
         written: list[_Written] = []
         return _noting(self._unit, written), _repeating(written)
 
 
 class _Written(NamedTuple):
-    """A buffer to which a forward pass has written, or that it has replaced; `before` is a copy of its value."""
+    """A buffer that a forward pass has written or replaced; `before` is a copy of its earlier value."""
 
     owner: dict[str, Any]
     name: str
@@ -54,7 +58,7 @@ class _Written(NamedTuple):
 
 @contextmanager
 def _noting(unit: nn.Module, written: list[_Written]) -> Iterator[None]:
-    """Keep the values that buffers have before the block, of those that it changes."""
+    """Append to `written` the buffers that change inside the block, with their values before it."""
     held = [
         (part._buffers, name, buffer, _version(buffer), buffer.clone())
         for part in unit.modules()
@@ -71,9 +75,9 @@ def _noting(unit: nn.Module, written: list[_Written]) -> Iterator[None]:
 
 @contextmanager
 def _repeating(written: Sequence[_Written]) -> Iterator[None]:
-    """A block that begins with the buffers of the forward pass, and leaves those of now behind.
+    """Context manager that starts with the buffers of the forward pass, and restores the current ones at its end.
 
-    Memory is written by `.data`, which raises no version: the graph may hold the buffer.
+    It writes through `.data`, which does not increase the version counter, because the graph may hold the buffer.
     """
     now = [(one.owner, one.name, one.owner.get(one.name), one.tensor, one.tensor.clone()) for one in written]
     for one in written:
@@ -81,7 +85,7 @@ def _repeating(written: Sequence[_Written]) -> Iterator[None]:
         one.tensor.data.copy_(one.before)
     try:
         yield
-    finally:  # torch ends a repetition early by an exception
+    finally:  # torch ends a repetition early with an exception
         for owner, name, current, tensor, value in now:
             owner[name] = current
             tensor.data.copy_(value)

@@ -1,4 +1,4 @@
-"""`RunDirectory` decides in which folder a run keeps its files, and refuses one that holds another run."""
+"""`RunDirectory` selects the folder of a run's files, and raises an error if it holds another run."""
 
 from __future__ import annotations
 
@@ -34,29 +34,30 @@ if TYPE_CHECKING:
     from trainstack.checkpointing.remote.mirror import Mirror
 
 DEFAULT_ROOT = "runs"
-"""Where runs without `output_dir` get their folders, in the folder that is current when the trainer is made."""
+"""Folder of the runs without `output_dir`, in the current folder when the trainer is made."""
 
 _finished: Counter[tuple[str, str, str]] = Counter()
 """How many runs of a script and module this process has trained to their end."""
 
 
 class RunDirectory:
-    """The folder of one run: how it is chosen, recorded and refused. Paths are absolute from the beginning.
+    """The folder of one run: its selection, its record, and protection of other runs' files. Paths are absolute.
 
     The main process calls `choose` and `claim`. All processes get the result of `choose` and call `settle`.
     Nothing is written before `claim`.
 
     Args:
-        args: of the run.
-        module: of the run.
-        checkpointer: of the run; a `DefaultCheckpointer` saves below the folder, unless its arguments say where.
+        args: arguments of the run.
+        module: module of the run.
+        checkpointer: checkpointer of the run; a `DefaultCheckpointer` saves below the folder, unless its arguments have
+            another one.
         private: whether the run has a privacy layer.
 
     Attributes:
-        saved_paths: of checkpoints that have become safe, for who tells the subscribers of that.
+        saved_paths: paths of checkpoints that are completely on disk, for the event `CHECKPOINT_SAVED`.
         config: further keys of the file of arguments; the command line adds the module.
-        resume_from: the earlier run whose weights `choose` has found for a new one; None to go by the arguments.
-        mirror: uploads the folder, where `output_dir` is an address; the main process uses it.
+        resume_from: the earlier run whose weights `choose` has found for a new one; None to follow the arguments.
+        mirror: uploads the folder, if `output_dir` is an address; used on the main process.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class RunDirectory:
                 self.settle(Path(args.output_dir).absolute())
         except FileNotFoundError as error:
             raise ConfigurationError(
-                "the current folder does not exist any more, so relative paths lead nowhere. Change to a folder that "
-                "exists, or write absolute paths: output_dir, and where they are given save_dir, load_dir, "
+                "the current folder does not exist any more, so relative paths are invalid. Change to a folder that "
+                "exists, or write absolute paths: output_dir, and if they are given save_dir, load_dir, "
                 "model_state_save_dir and tb_log_dir."
             ) from error
         self._record = describe_run(module, self._base, 0)
@@ -96,7 +97,7 @@ class RunDirectory:
         if self._private and not is_address(getattr(args.differential_privacy_args, "ledger", None)):
             raise ConfigurationError(
                 f"output_dir={address!r} with a privacy layer: a ledger in the folder of the run would be lost with "
-                "the machine, and with it what has been spent since the last upload. Write a local output_dir, or "
+                "the machine, including the privacy spent since the last upload. Write a local output_dir, or "
                 "DifferentialPrivacyArguments(ledger='scheme://...') with a store of register_ledger_store."
             )
         folder = Path(args.local_dir or local_copy_of(address)).absolute()
@@ -106,7 +107,7 @@ class RunDirectory:
 
     @property
     def shown(self) -> str:
-        """The folder for people: its address, if it has one."""
+        """The folder in a form for messages: its address, if it has one."""
         return shortest(self.path) if self.mirror is None else self.mirror.store.address
 
     @property
@@ -124,7 +125,7 @@ class RunDirectory:
         if self._path is None:
             raise ConfigurationError(
                 "the folder of the run is not chosen yet: with output_dir=None the main process chooses it when the "
-                "run is made. Ask for trainer.output_dir in on_train_begin or later, or write output_dir='...'."
+                "run is prepared. Use trainer.output_dir in on_train_begin or later, or write output_dir='...'."
             )
         return self._path
 
@@ -135,7 +136,7 @@ class RunDirectory:
 
     @property
     def log_dir(self) -> Path:
-        """Where writers and the report write."""
+        """The folder of writers and the report."""
         return self._log_dir or self.path
 
     @property
@@ -145,7 +146,7 @@ class RunDirectory:
 
     @property
     def run_id(self) -> str | None:
-        """Of the run that has claimed the folder; None before."""
+        """The id of the run that has claimed the folder; None before."""
         return self._record.run_id or None
 
     def copy_logs(self, target: Path) -> None:
@@ -158,21 +159,21 @@ class RunDirectory:
 
     @property
     def earlier_records(self) -> int:
-        """How many records the history had before the run began."""
+        """The number of records in the history before the run began."""
         return self._record.earlier_records
 
     def settle(self, path: Path) -> None:
-        """Let `path` be the folder of the run, on this process."""
+        """Set the folder of the run to `path`, on this process."""
         self._path = path
         if isinstance(self._checkpointer, DefaultCheckpointer):
             self._checkpointer.place(path)
 
     def unsettle(self) -> None:
-        """Let `choose` choose again."""
+        """Reset the folder, so that `choose` chooses again."""
         self._path = self.resume_from = None
 
     def look_for_recorded_run(self) -> None:
-        """Let the checkpointer load only checkpoints of the run that the record in the folder names, if it does."""
+        """Restrict the checkpointer to checkpoints of the run whose record is in the folder, if there is one."""
         if isinstance(self._checkpointer, DefaultCheckpointer):
             record = read_record(self.path)
             self._checkpointer.known_run = None if record is None else record.run_id or None
@@ -180,15 +181,18 @@ class RunDirectory:
     # --- choosing ------------------------------------------------------------------------------------------
 
     def choose(self, args: TrainerArguments, say: Callable[[str], None], taken: Collection[Path] = ()) -> str:
-        """The folder of a run with these arguments; nothing is made or written.
+        """Choose the folder of a run with these arguments; nothing is created or written.
 
         Args:
-            args: of the run.
-            say: takes a sentence for the user.
+            args: arguments of the run.
+            say: called with a message for the user.
             taken: folders that other processes own.
 
+        Returns:
+            The absolute path of the folder.
+
         Raises:
-            CheckpointNotFoundError: the newest run is asked for, and there is none.
+            CheckpointNotFoundError: the arguments resume the newest run, and there is none.
         """
         if self._path is not None:
             return str(self._path)
@@ -202,7 +206,7 @@ class RunDirectory:
             if other.folder != folder.name and resume is not False:
                 say(
                     f"{shortest(folder)} is a copy of the run {other.folder!r}, or that run was renamed, so it is "
-                    f"passed over. To continue it write resume={shortest(folder)!r}."
+                    f"ignored. To continue it write resume={shortest(folder)!r}."
                 )
         mine = [
             (folder, other)
@@ -215,14 +219,14 @@ class RunDirectory:
         else:
             known = _run_around(Path(resume).absolute()) if args.resume_mode == "full" else None
         if known is not None and args.resume_mode == "full":
-            say(f"this run continues that in {shortest(known)}.")
+            say(f"this run continues the run in {shortest(known)}.")
             return str(known)
-        if known is not None and self._saved_in(known):  # its weights begin a new run
+        if known is not None and self._saved_in(known):  # a new run starts with its weights
             self.resume_from = known / "checkpoints" / "best" if resume == "best" else known
         if resume is False and unfinished and (newest := self._saved_in(unfinished[0])):
             say(
                 f"the run in {shortest(unfinished[0])} is not finished (global step {newest[0].global_step}). This run "
-                "begins in another folder. To continue that one write TrainerArguments(resume='auto')."
+                "starts in another folder. To continue that run write TrainerArguments(resume='auto')."
             )
         return str(root / self._new_name(record))
 
@@ -238,13 +242,13 @@ class RunDirectory:
         if known is None and not elsewhere and isinstance(self._checkpointer, DefaultCheckpointer):
             raise CheckpointNotFoundError(
                 f"resume={resume!r}: no run of this script and of {type(self._module).__name__} in "
-                f"{self._base / DEFAULT_ROOT} has a checkpoint. Name the folder of a run, resume='runs/...', or write "
-                "resume='auto' to begin anew where there is none."
+                f"{self._base / DEFAULT_ROOT} has a checkpoint. Write the folder of a run, resume='runs/...', or "
+                "resume='auto' to start a new run if there is none."
             )
         return known
 
     def _done_before(self, mine: list[tuple[Path, RunRecord]]) -> list[Path]:
-        """The finished run with the number of this one, if a later run of the script, such as a fold, is unfinished."""
+        """Return the finished run with this number, if a later run of the script, such as a fold, is unfinished."""
         number = self._describe().number
         goes_on = any(other.number > number and not other.finished for _, other in mine)
         return [folder for folder, other in mine if goes_on and other.number == number]
@@ -254,13 +258,14 @@ class RunDirectory:
         return replace(one, number=_finished[one.made_by])
 
     def _new_name(self, record: RunRecord) -> str:
-        """A readable name that sorts by time, and is unique among runs that begin in the same second."""
+        """Return a readable name that sorts by time, and is unique for runs that start in the same second."""
+        # 40 characters keep the path short; 3 random bytes make a collision within a second improbable.
         name = re.sub(r"[^A-Za-z0-9]+", "", type(self._module).__name__)[:40] or "run"
         date, time = record.began[:19].split("T")
         return f"{date}_{time.replace(':', '')}_{name}_{secrets.token_hex(3)}"
 
     def may_note(self, args: TrainerArguments) -> bool:
-        """Whether the report may say that a start ended before its first step; never in the report of another run."""
+        """Whether the report may record that a start ended before its first step; never in another run's report."""
         if self._path is None or args.output_dir is None or self._is_claimed:
             return self._is_claimed
         known = read_record(self.path)
@@ -271,12 +276,12 @@ class RunDirectory:
     # --- claiming ------------------------------------------------------------------------------------------
 
     def claim(self, args: TrainerArguments, *, continues: bool, earlier_records: int = 0) -> None:
-        """Make the folder this run's, before anything is written; once.
+        """Take the folder for this run, before anything is written; later calls have no effect.
 
         Args:
-            args: of the run.
+            args: arguments of the run.
             continues: whether a checkpoint in the folder was loaded, so that this run continues it.
-            earlier_records: how many records the history has.
+            earlier_records: number of records in the history.
 
         Raises:
             ConfigurationError: the folder holds another run.
@@ -309,7 +314,7 @@ class RunDirectory:
         self._is_claimed, self._is_written = True, known == self._record
 
     def _begin_anew(self) -> str:
-        """The id of a new run."""
+        """Start a new run, and return its id."""
         if isinstance(self._checkpointer, DefaultCheckpointer):
             self._checkpointer.begin_anew()
             return self._checkpointer.run_id or ""
@@ -319,23 +324,23 @@ class RunDirectory:
         log = self._files.find_log_of_others(run_id)
         if log is not None:
             raise ConfigurationError(
-                f"tb_log_dir={shortest(self.log_dir)!r} holds logs already ({shortest(log)}) that are not of the run "
+                f"tb_log_dir={shortest(self.log_dir)!r} already holds logs ({shortest(log)}) of a run other than that "
                 f"in {shortest(self.path)}, and this run would replace them. Write writer_args with "
                 f"tb_log_dir={_beside(self.log_dir)!r}, or move the logs away."
             )
 
     def note_save(self, path: str | os.PathLike[str] | None) -> None:
-        """The checkpoint `path` is safe: record it, so that the run never begins again where no checkpoint is found."""
+        """Record that the checkpoint `path` is on disk, so that the run never restarts if no checkpoint is found."""
         if path is not None:
             self.saved_paths.append(Path(path))
         if self.mirror is not None:
             self.mirror.start()
         if self._is_claimed and not self._record.saved:
-            with suppress(OSError):  # a disk that is full; the next save does it
+            with suppress(OSError):  # for example a full disk; the next save tries again
                 self._set(replace(self._record, saved=True))
 
     def begin(self, args: TrainerArguments) -> None:
-        """A training begins in the folder that is claimed: record it as not finished, and its arguments."""
+        """Record in the claimed folder that training begins, and write its arguments."""
         if self._is_claimed:
             with library_error(self.path):
                 self._files.write_config(args, self.config)
@@ -344,17 +349,17 @@ class RunDirectory:
                     self.mirror.start()
 
     def note_changes(self, global_step: int, changes: list[Change]) -> None:
-        """Add the changes since the checkpoint that is resumed to `resumes.jsonl`; empties the list."""
+        """Add the changes since the resumed checkpoint to `resumes.jsonl`, and clear the list."""
         if self._is_claimed and changes:
             with library_error(self.path):
                 append_resume(self.path, global_step, changes)
             changes.clear()
 
     def end(self, *, finished: bool) -> None:
-        """The training has ended; `finished` if it came to its end."""
+        """Record the end of training; `finished` is True if the run is complete."""
         if self._is_claimed and finished and not self._record.finished:
             _finished[self._record.made_by] += 1
-            with suppress(OSError):  # a disk that is full; the run is trained all the same
+            with suppress(OSError):  # for example a full disk; the trained weights are saved already
                 self._set(replace(self._record, finished=True))
 
     def _set(self, record: RunRecord) -> None:
@@ -363,7 +368,7 @@ class RunDirectory:
             self._record, self._is_written = record, True
 
     def protect(self, args: TrainerArguments) -> None:
-        """Make all files below the folders of the run readable for its user only, if `args` say so."""
+        """Make all files in the folders of the run readable only for its user, if `args` require it."""
         if args.private_files is True or (args.private_files == "auto" and self._private):
             with library_error(self.path):
                 for one in (self.path, self.log_dir, *self._checkpoint_places()):
@@ -373,14 +378,14 @@ class RunDirectory:
         folder = self.path
         if is_new:
             make_directories(folder.parent)
-            make_directory(folder)  # fails if another run has just made it
+            make_directory(folder)  # fails if another run has created it since
             sync_directory(folder.parent)
         else:
             make_directories(folder)
         make_directories(self.log_dir)
 
     def _make_room(self, args: TrainerArguments, record: RunRecord, known: RunRecord | None) -> None:
-        """Refuse a new run where files of another are, or delete them if that is what the arguments say."""
+        """Check that no files of another run are in the folder, or delete them with `overwrite`."""
         traces = self._find_traces(args)
         if not traces:
             return
@@ -400,13 +405,13 @@ class RunDirectory:
     def _refusal(
         self, args: TrainerArguments, traces: list[Path], *, is_run: bool, can_continue: bool
     ) -> ConfigurationError:
-        """The error that tells which of the possible ways work here."""
+        """Return the error with the alternatives that are possible here."""
         is_run = is_run or any(path.parent not in (self.path, self.log_dir) for path in traces)
-        what = "that run" if is_run else f"{', '.join(path.name for path in traces)}, even if you have written it,"
+        what = "that run" if is_run else f"{', '.join(path.name for path in traces)}, even if you wrote it,"
         ways = [self._another_folder(args), f"overwrite=True, without resume, to delete {what} and start again"]
         if can_continue and args.resume is False:
             ways.insert(0, "resume='auto' to continue that run")
-        nothing = "" if can_continue else ", without a checkpoint that could be resumed"
+        nothing = "" if can_continue else ", without a checkpoint to resume from"
         name, first = f"output_dir={self.shown!r}", shortest(traces[0])
         advice = f"Write one of these in TrainerArguments: {'; '.join(ways)}."
         if not is_run:
@@ -420,14 +425,14 @@ class RunDirectory:
         ways = [self._another_folder(args)]
         if isinstance(self._checkpointer, DefaultCheckpointer):
             where = f"{shortest(self._checkpointer.save_dir)} has none of them now"
-            ways.insert(0, "checkpointer_args with the save_dir that has them")
+            ways.insert(0, "checkpointer_args with the save_dir that contains them")
         else:
             where = "the checkpointer finds none of them now"
         if args.output_dir is not None:
             ways.append("overwrite=True, without resume, to delete the run and start again")
         return CheckpointNotFoundError(
             f"the run in {shortest(self.path)} has saved checkpoints, and {where}. A start at step 0 would delete the "
-            "logs of the run. If a disk is not mounted or the folder was moved, bring it back and start again. "
+            "logs of the run. If a disk is not mounted or the folder was moved, restore it and start again. "
             f"Otherwise write one of these in TrainerArguments: {'; '.join(ways)}."
         )
 
@@ -442,14 +447,14 @@ class RunDirectory:
         return [one.save_dir, one.model_state_save_dir] if isinstance(one, DefaultCheckpointer) else []
 
     def _saved_in(self, folder: Path) -> list[CheckpointInfo]:
-        """The checkpoints of the run in `folder`, newest first."""
+        """Return the checkpoints of the run in `folder`, newest first."""
         one, record = self._checkpointer, read_record(folder)
         run_id = None if record is None else record.run_id or None
         return one.checkpoints_below(folder, run_id) if isinstance(one, DefaultCheckpointer) else []
 
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:
-    """The runs in the folders of `root`, newest first; folders without an intact record are left out."""
+    """Return the runs in the folders of `root`, newest first; folders without an intact record are ignored."""
     found = list(_iterate_records(root))
     return sorted(found, key=lambda entry: (entry[1].order, entry[0].name), reverse=True)
 
@@ -463,7 +468,7 @@ def _iterate_records(root: Path) -> Iterator[tuple[Path, RunRecord]]:
 
 
 def _base_of(args: TrainerArguments) -> Path:
-    """The current folder; the given one if that is gone."""
+    """Return the current folder; if it does not exist any more, the given one."""
     with suppress(FileNotFoundError):
         return Path.cwd()
     if args.output_dir is None:
@@ -472,7 +477,7 @@ def _base_of(args: TrainerArguments) -> Path:
 
 
 def _run_around(path: Path) -> Path | None:
-    """The folder of the run that contains `path`, or is `path`: a checkpoint, a pointer or a folder of these."""
+    """Return the folder of the run that contains `path` or is `path`: a checkpoint, a pointer or a folder of these."""
     return next((one for one in (path, *list(path.parents)[:2]) if read_record(one) is not None), None)
 
 
@@ -484,10 +489,10 @@ def _beside(folder: Path) -> str:
 
 
 def shortest(path: str | os.PathLike[str]) -> str:
-    """`path` for people: relative to the current folder where that is shorter."""
+    """Return `path` in a form for messages: relative to the current folder if that is shorter."""
     full = os.fspath(path)
     try:
         relative = os.path.relpath(full)
-    except (OSError, ValueError):  # the current folder is gone, or on another drive
+    except (OSError, ValueError):  # the current folder does not exist any more, or is on another drive
         return full
     return relative if len(relative) < len(full) else full

@@ -1,4 +1,4 @@
-"""`RunFiles`: which files of runs are in the folders of a run, and the deletion of those of one run."""
+"""`RunFiles` finds the files of runs in the folders of a run, and deletes those of one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainstack.trainer.tracking.writers.tensorboard import event_files
 
 RUN_JSON = "run.json"
 CONFIG = "config.yaml"
-_CONFIG_BEGINS = "# Written by trainstack: the arguments of the newest session of this run.\n"
+_CONFIG_BEGINS = "# Written by trainstack: the arguments of the newest start of this run.\n"
 
 LOG_FILES = (
     "metrics.csv",
@@ -40,14 +40,13 @@ LOG_FILES = (
 class RunFiles:
     """The files of runs in the folders of one run.
 
-    Inside the folder of the run every file of a run counts. Elsewhere several runs may save, so only the checkpoints
-    and exports with the id of a run are those of that run. A folder of logs elsewhere holds the logs of one run, and
-    its record.
+    Inside the folder of the run every file of a run counts. Elsewhere several runs may save, so only checkpoints and
+    exports with the id of a run belong to that run. A separate folder of logs holds the logs and the record of one run.
 
     Args:
-        folder: of the run.
-        log_dir: where writers and the report write.
-        checkpointer: of the run.
+        folder: folder of the run.
+        log_dir: folder of writers and the report.
+        checkpointer: checkpointer of the run.
     """
 
     def __init__(self, folder: Path, log_dir: Path, checkpointer: AbstractCheckpointer) -> None:
@@ -60,15 +59,15 @@ class RunFiles:
         return not is_inside(self._log_dir, self._folder)
 
     def write_record(self, record: RunRecord) -> None:
-        """Write `record` into the folder of the run, and first into that of the logs if it is elsewhere."""
+        """Write `record` into the folder of the run, and before that into a separate folder of logs."""
         if self.logs_elsewhere:
             record.write(self._log_dir)
         record.write(self._folder)
 
     def write_config(self, args: TrainerArguments, given: Mapping[str, Any]) -> None:
-        """Write the arguments as a file for `trainstack train --config`, unless a user's file has its name.
+        """Write the arguments as a file for `trainstack train --config`, unless a user's file has this name.
 
-        Values that only code can set are left out, and a comment names them. `given` has further keys.
+        Values that can only be set in code are omitted, and a comment lists them. `given` has further keys.
         """
         path = self._folder / CONFIG
         if path.exists() and not self._has_own_config():
@@ -79,7 +78,7 @@ class RunFiles:
                 plain[name] = value
             else:
                 left_out.append(name)
-        comment = f"# Set in code, and left out here: {', '.join(left_out)}.\n" if left_out else ""
+        comment = f"# Set in code, and omitted here: {', '.join(left_out)}.\n" if left_out else ""
         start = "" if "target" in given else " FILE.py:MODULE"
         how = f"# Start the run again: trainstack train{start} --config {CONFIG} --output_dir NEW_FOLDER\n"
         atomic_write(path, (_CONFIG_BEGINS + how + comment + write_yaml(plain)).encode())
@@ -91,7 +90,7 @@ class RunFiles:
             return False
 
     def find(self, *, with_checkpoints: bool = True) -> list[Path]:
-        """Files of an earlier run in the folder of the run, its checkpoints and exports last."""
+        """Return files of an earlier run in the folder of the run, its checkpoints and exports last."""
         logs = [] if self.logs_elsewhere else self._find_logs()
         found = [path for path in [self._folder / FILE_NAME] if path.is_file()] + logs + self._find_step_logs()
         if with_checkpoints and self._checkpointer is not None and self._checkpointer.args.checkpoint:
@@ -99,7 +98,7 @@ class RunFiles:
         return found
 
     def find_log_of_others(self, run_id: str | None) -> Path | None:
-        """A log in a folder outside that of the run, if it is not of the run `run_id`."""
+        """Return a log in a folder outside that of the run, if it does not belong to the run `run_id`."""
         if not self.logs_elsewhere:
             return None
         record = read_record(self._log_dir)
@@ -108,7 +107,7 @@ class RunFiles:
         return next(iter(self._find_logs()), None)
 
     def delete(self, run_id: str | None) -> None:
-        """Delete the files of the run `run_id`; its record last, so that an interrupted deletion is found."""
+        """Delete the files of the run `run_id`; the record last, so that an interrupted deletion is detected."""
         if self._checkpointer is not None:
             self._checkpointer.delete_run(self._folder, run_id)
         logs = [*event_files(self._log_dir / "tensorboard"), *(self._log_dir / name for name in LOG_FILES)]
@@ -119,7 +118,7 @@ class RunFiles:
             remove_file(path)
         if self._has_own_config():
             remove_file(self._folder / CONFIG)
-        best = read_entry(self._folder / "best")  # of the callback BestCheckpoint
+        best = read_entry(self._folder / "best")  # written by the callback BestCheckpoint
         if isinstance(best, CheckpointInfo) and run_id is not None and best.run_id == run_id:
             remove_tree(best.path)
         for folder in dict.fromkeys((self._log_dir, self._folder)):
@@ -135,21 +134,22 @@ class RunFiles:
                 copyfile(path, copy)
 
     def _find_step_logs(self) -> list[Path]:
-        """The step logs of all ranks, and what was put aside of them."""
+        """Return the step logs of all ranks, including those that a later start has renamed."""
         return sorted(path for path in (self._folder / STEP_LOGS).glob("rank-*.*") if path.is_file())
 
     def _find_logs(self) -> list[Path]:
-        names = [name for name in LOG_FILES if name != RUN_JSON]  # a start that ended early may have written it
+        names = [name for name in LOG_FILES if name != RUN_JSON]  # a start that failed early also writes it
         logs = [self._log_dir / name for name in names]
         return [path for path in logs if path.is_file()] + event_files(self._log_dir / "tensorboard")
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether YAML has one text for `value` for certain, as for most: to write and read one takes 0.2 ms in Python."""
+    """Whether YAML certainly has one text for `value`. A fast check, because writing and reading one takes 0.2 ms."""
     if isinstance(value, dict):
         return all(_is_simple(item) for item in (*value, *value.values()))
     is_text = isinstance(value, str) and value.isascii() and value.isprintable()
-    return is_text or value is None or (isinstance(value, int) and abs(value) < 2**53)  # bool is an int
+    # 2**53: larger integers lose digits as floats. bool is a subclass of int.
+    return is_text or value is None or (isinstance(value, int) and abs(value) < 2**53)
 
 
 def _is_readable(cls: type, name: str, value: Any) -> bool:
@@ -161,4 +161,4 @@ def _is_readable(cls: type, name: str, value: Any) -> bool:
         PlainInputs(cls).add_mapping(read, CONFIG)
     except ConfigurationError:
         return False
-    return repr(read[name]) == repr(value)  # by text, since nan is not equal to nan
+    return repr(read[name]) == repr(value)  # compared as text, because nan is not equal to nan

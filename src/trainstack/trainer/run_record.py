@@ -1,4 +1,4 @@
-"""`RunRecord`, the file that a run writes into its folder when it begins."""
+"""`RunRecord`: the file that a run writes into its folder when it starts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _SELF_HASH = "record_xxh3_128"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The identity of a run. The file has its own hash, so a damaged one is not used.
+    """The identity of a run. The file contains its own hash, so a damaged file is not used.
 
     Attributes:
-        script: the file that Python was started with, relative to the folder where it was started, or the notebook;
-            unique in a session without a name.
+        script: file that Python was started with, relative to the current folder at the start, or the notebook; in a
+            session without a file name, a unique name.
         module: file and name of the module's class.
-        words: a hash of the words after the script, except `--resume` and `--overwrite`.
-        number: how many runs of the same script and module this process had finished before.
-        order: higher than in all earlier runs of the same folder; the highest is the newest, whatever the clock says.
-        began: UTC, ISO 8601.
-        finished: whether the training came to its end.
-        earlier_records: how many records the history had before the run began; its logs leave them out.
-        folder: the name of the folder of the run; a record in a folder of another name is a copy.
-        run_id: of its checkpoints and exports.
-        saved: whether a checkpoint was saved, so that the run does not begin again where none is found.
+        words: hash of the words after the script, except `--resume` and `--overwrite`.
+        number: number of runs of the same script and module that this process had finished before.
+        order: larger than in all earlier runs of the same folder; the largest is the newest, independent of the clock.
+        began: time of the start, UTC, ISO 8601.
+        finished: whether the run is complete.
+        earlier_records: number of records in the history before the run began; its logs omit them.
+        folder: name of the folder of the run; a record in a folder with another name is a copy.
+        run_id: id of the run in its checkpoints and exports.
+        saved: whether a checkpoint was saved, so that the run does not restart if none is found.
     """
 
     script: str
@@ -60,17 +60,17 @@ class RunRecord:
 
     @property
     def identity(self) -> tuple[str, str, int]:
-        """Equal for two starts of the same run."""
+        """Values that are equal for two starts of the same run."""
         return self.script, self.module, self.number
 
     def write(self, folder: Path) -> None:
-        """Write the record into `folder`, durably."""
+        """Write the record into `folder`, and flush it to the disk."""
         body = {"format": _FORMAT, **asdict(self)}
         atomic_write(folder / FILE_NAME, _dump({**body, _SELF_HASH: digest(_dump(body))}), durable=True)
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """The record in `folder`; None without one, and for one that is damaged."""
+    """Read the record in `folder`; None if there is none or it is damaged."""
     try:
         body: dict[str, Any] = json.loads(read_small(folder / FILE_NAME))
         signature = body.pop(_SELF_HASH)
@@ -82,7 +82,7 @@ def read_record(folder: Path) -> RunRecord | None:
 
 
 def describe_run(module: object, root: Path, number: int) -> RunRecord:
-    """The record of a run of `module` that this process begins; paths are relative to `root` where they can be."""
+    """Return the record of a run of `module` that this process starts; paths are relative to `root` if possible."""
     cls = type(module)
     source = getattr(sys.modules.get(cls.__module__), "__file__", None)
     where = "" if source is None else _relative(source, root)
@@ -103,11 +103,11 @@ def _script(root: Path) -> str:
         return f"session {_SESSION}" if notebook is None else _relative(notebook, root)
     path = Path(file)
     own = path.stem == "trainstack" or (path.name == "__main__.py" and path.parent.name == "trainstack")
-    return "trainstack" if own else _relative(file, root)  # the command has two files
+    return "trainstack" if own else _relative(file, root)  # the command is started by one of two files
 
 
 _VALUES = ("auto", "true", "false", "yes", "no", "1", "0")
-"""Words behind `--resume` and `--overwrite` that belong to them. Any other word may be an argument of the script."""
+"""Values that may follow `--resume` and `--overwrite`. Any other word may be an argument of the script."""
 
 
 def _words(words: Sequence[str]) -> str:
@@ -121,9 +121,9 @@ def _words(words: Sequence[str]) -> str:
 
 
 def _relative(path: str, root: Path) -> str:
-    """`path` from `root`, so that a project that is moved as a whole finds its runs again."""
+    """Return `path` relative to `root`, so that runs are found after the whole project was moved."""
     full = os.path.realpath(path)
-    with suppress(ValueError):  # another drive
+    with suppress(ValueError):  # on another drive
         full = os.path.relpath(full, os.path.realpath(root))
     return full.replace(os.sep, "/")
 

@@ -1,4 +1,4 @@
-"""`describe_start`: what decides about the numbers of a run, as texts by name; resumes and comparisons use it."""
+"""`describe_start`: the settings that determine the numbers of a run, as texts by name, for resumes and comparisons."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from trainstack.trainer.torch_settings import cpu_settings, precision_in_force
 
 _PACKAGES = ("trainstack", "numpy", "opacus")
 _OWN = ("torch", "trainstack", "builtins", "typing", "abc")
-"""Packages whose classes are known by the versions."""
+"""Packages whose code is identified by their versions."""
 
 
 def describe_start(context: RunContext, data: TrainingData, code: Mapping[str, str] | None = None) -> Description:
-    """What decides about the numbers of this process's part of a run, in sections of names and texts.
+    """Describe the settings that determine the numbers of this process's part of a run, as sections of texts by name.
 
-    Nothing in it depends on records of a private run: it has no length and no digest of its data.
+    The description does not depend on records of a private run: it has no length and no digest of its data.
 
     Args:
-        context: of the run.
-        data: of the run.
-        code: what `describe_code` returned when the run was made, which does not change; None to ask again.
+        context: context of the run.
+        data: training data of the run.
+        code: result of `describe_code` at the start of the run, which does not change; None to compute it.
     """
     return {
         "arguments": describe_arguments(context.args, context.stack.spec),
@@ -49,7 +49,7 @@ def describe_start(context: RunContext, data: TrainingData, code: Mapping[str, s
 
 
 def describe_arguments(args: TrainerArguments, spec: str) -> dict[str, str]:
-    """The arguments that are compared, nested ones under dotted names; `spec` is the resolved backend string."""
+    """Return the arguments that are compared, nested ones with dotted names; `spec` is the resolved backend string."""
     items = dict(flatten("backend", spec))
     for field in dataclasses.fields(args):
         if field.name not in ("backend", "float32_matmul_precision") and is_compared(f"arguments.{field.name}"):
@@ -61,7 +61,7 @@ def describe_arguments(args: TrainerArguments, spec: str) -> dict[str, str]:
 
 
 def describe_environment(world: World, args: TrainerArguments) -> dict[str, str]:
-    """Versions, the kind of machine and device, and settings of torch. Nothing names the machine or its user."""
+    """Return versions, the kind of machine and device, and torch's settings. Nothing identifies machine or user."""
     device = world.device
     items = {
         **package_versions(),
@@ -83,12 +83,12 @@ def describe_environment(world: World, args: TrainerArguments) -> dict[str, str]
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of Python and of the packages whose code computes."""
+    """Return the versions of Python and of the packages that compute numbers."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     return found | {package: text for package in _PACKAGES if (text := _version_of(package)) is not None}
 
 
-@cache  # what is installed stays, and looking it up takes a millisecond each
+@cache  # installed versions do not change, and each lookup takes about 1 ms
 def _version_of(package: str) -> str | None:
     try:
         return version(package)
@@ -97,7 +97,7 @@ def _version_of(package: str) -> str | None:
 
 
 def merge_environments(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The environments of all ranks: a text where they agree, else those of all ranks."""
+    """Merge the environments of all ranks: one text if they agree, otherwise the texts of all ranks."""
     names = dict.fromkeys(name for one in ranks for name in one)
     texts = {name: [one.get(name, "-") for one in ranks] for name in names}
     return {name: own[0] if own.count(own[0]) == len(own) else ", ".join(own) for name, own in texts.items()}
@@ -107,7 +107,7 @@ def merge_environments(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def describe_data(data: TrainingData, *, private: bool) -> dict[str, str]:
-    """The training data of the epoch under way: classes, length, order, code; of a `private` run not the length."""
+    """Return classes, length, order and code of the current epoch's training data; no length if `private`."""
     loader = data.loader
     dataset = getattr(loader, "dataset", None)
     plan = data.plan
@@ -123,7 +123,7 @@ def describe_data(data: TrainingData, *, private: bool) -> dict[str, str]:
 
 
 def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
-    """The classes of optimizers, and the options of their parameter groups as they are now."""
+    """Return the classes of optimizers, and the current options of their parameter groups."""
     items = dict[str, str]()
     for number, optimizer in enumerate(optimizers):
         items[f"{number}.class"] = type(optimizer).__qualname__
@@ -139,11 +139,11 @@ def describe_optimizers(optimizers: Iterable[Optimizer]) -> dict[str, str]:
 
 
 def describe_code(context: RunContext) -> dict[str, str]:
-    """Digests of the compiled code of the user's classes and functions: comments and line numbers do not count.
+    """Return digests of the byte code of the user's classes and functions; comments and line numbers do not count.
 
-    Each method of the module and of the callbacks has one, each class of a part of the module has one for all of its
-    methods. Functions that these call are not covered. Of a private run values that functions hold are left out, since
-    they may be records.
+    Each method of the module and of the callbacks has a digest. The class of a part of the module has one for all of
+    its methods. Functions that these call are not included. In a private run, values that functions hold are omitted,
+    because they may be records.
     """
     private, module = context.stack.is_private, context.module
     items = dict[str, str]()
@@ -163,7 +163,7 @@ def _methods(cls: type, private: bool) -> Iterator[tuple[str, str]]:
 
 
 def _functions(members: Mapping[str, Any], private: bool) -> Iterator[tuple[str, str]]:
-    """Digests of the functions among `members`; methods, properties and wrapped functions count as their functions."""
+    """Yield digests of the functions in `members`; methods, properties and wrapped functions are unwrapped."""
     for name, member in members.items():
         parts = [hash_code(one.__code__) if private else describe(one) for one in _inner(member)]
         if parts:

@@ -1,4 +1,4 @@
-"""`SupervisedModule`, a ready-made `ModuleInterface` for a model, a loss and datasets."""
+"""`SupervisedModule`: a ready-made `ModuleInterface` for a model, a loss and datasets."""
 
 from __future__ import annotations
 
@@ -36,58 +36,62 @@ class SupervisedModule(ModuleInterface):
     """Trains `model` on batches of inputs and targets.
 
     A batch that is a tuple or list is `(*inputs, target)`: the loss is `loss(model(*inputs), target)`. A batch with
-    names (a dict or a dataclass) is matched: the model gets the items that its method has parameters for, and the loss
-    what it has parameters for of the outputs and the batch; outputs without names are its first argument.
+    names (a dict or a dataclass) is matched by name. The model gets the items that its method has parameters for. The
+    loss gets the outputs and items of the batch that it has parameters for; outputs without names are its first
+    argument.
 
     Args:
-        model: the network. Its weights are in this module's state dict under "model.".
-        loss: a function or module, a mean over samples; None where the model's outputs have an item or field `loss`,
-            which they need not have outside training, or are a dict of 0-dim losses in training, which are added up. In
-            private training it is called with `reduction="none"` where it has that option, and each record takes the
-            mean over its own elements, so that class weights count.
+        model: the network. Its weights are in this module's state dict with the prefix "model.".
+        loss: function or module that returns a mean over samples. None if the model's outputs contain the loss: as an
+            item or field `loss`, which is optional outside training, or in training as a dict of 0-dim losses, which
+            are added. Private training calls it with `reduction="none"` if it has this option, and takes the mean of
+            each record over its elements, so that class weights count.
         optimizer: a name such as "adamw", a class, a function of the parameters that returns one or several, or an
-            optimizer over `model`'s. Or a dict of these by parts of the parameters, which `split_parameters` gives:
-            `{"matrices": "muon", "rest": "adamw"}`. None where nothing is to be trained.
-        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it; None
-            where nothing is to be trained.
-        val_dataset: likewise, or a dict of them by name; None for no validation.
-        test_dataset: likewise, for `Trainer.test`.
-        optimizer_kwargs: for a name, a class or a function; may hold placeholders. With a dict of optimizers, a dict
-            of such dicts.
-        scheduler: a name such as "warmup_cosine", a function of the optimizer, a `SchedulerConfig`, or, where the
-            optimizer is made already, its scheduler.
-        scheduler_kwargs: for a name; may hold placeholders.
-        metrics: metrics by name, fed with the model's outputs and the targets; see docs/validation.md.
-        forward_fn: the name of the model's method to call.
-        val_forward_fn: the same outside training; `forward_fn` if None.
-        input_mapping: for the batch, before the model: old and new names, or a function; see `apply_mapping`.
-        output_mapping: the same for what the model returns.
+            optimizer of `model`'s parameters. Or a dict of these by groups of parameters, see `split_parameters`:
+            `{"matrices": "muon", "rest": "adamw"}`. None if nothing is trained.
+        train_dataset: an object with `__len__` and `__getitem__`; its `data_collator`, if it has one, collates it. None
+            if nothing is trained.
+        val_dataset: a dataset like `train_dataset`, or a dict of them by name; None for no validation.
+        test_dataset: a dataset like `train_dataset`, or a dict of them by name, for `Trainer.test`.
+        optimizer_kwargs: options for a name, a class or a function; may contain placeholders. With a dict of
+            optimizers, a dict of such dicts.
+        scheduler: a name such as "warmup_cosine", a function of the optimizer, a `SchedulerConfig`, or, with an
+            existing optimizer, its scheduler.
+        scheduler_kwargs: options for a name; may contain placeholders.
+        metrics: metrics by name, updated with the model's outputs and the targets; see docs/validation.md.
+        forward_fn: name of the model's method to call.
+        val_forward_fn: name of the method to call outside training; None for `forward_fn`.
+        input_mapping: changes the names in a batch before the model: old to new names, or a function; see
+            `apply_mapping`.
+        output_mapping: changes the names in the outputs of the model.
         train_input_mapping: instead of `input_mapping`, in training.
         val_input_mapping: instead of `input_mapping`, outside training.
         train_output_mapping: instead of `output_mapping`, in training.
         val_output_mapping: instead of `output_mapping`, outside training.
-        target_keys: of batches with names, which items are handed on as targets; those that the model does not take
-            if None.
-        collate_fn: for all loaders.
-        train_collate_fn: instead of `collate_fn`, for the training data, such as one that mixes samples.
-        remove_unused_columns: drop the columns of a data set of `datasets` that neither the model nor the loss names,
-            before batches are made. They are logged. Targets, `target_keys` and names in `input_mapping` stay.
-        compute_metrics: a function of all predictions and labels of an evaluation, as `transformers.Trainer` takes it:
-            it gets an object with `predictions` and `label_ids`, arrays of numpy, and returns numbers by name.
-        train_dataloader_kwargs: what else the `DataLoader` of the training data gets, such as `num_workers`.
-            `shuffle=False` keeps the order of the data set; a `sampler`, such as a `WeightedRandomSampler`, gives its
-            own order, the same on all processes.
-        val_dataloader_kwargs: the same for validation and test data.
-        loss_weight: what the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"`, which are the
-            labels that are not -100, or a function that counts the items of a batch. None: labels where the model
-            computes its own loss from an item `labels` of integers, else samples.
+        target_keys: for batches with names, names of the items that are targets; None for those that the model does not
+            take.
+        collate_fn: function that makes batches, for all loaders.
+        train_collate_fn: instead of `collate_fn` for the training data, such as a function that mixes samples.
+        remove_unused_columns: whether to remove, before batches are made, the columns of a dataset of `datasets` that
+            are parameters of neither the model nor the loss. They are logged. Targets, `target_keys` and names in
+            `input_mapping` are kept.
+        compute_metrics: function of all predictions and labels of an evaluation, as for `transformers.Trainer`: it gets
+            an object with `predictions` and `label_ids`, numpy arrays, and returns numbers by name.
+        train_dataloader_kwargs: further options of the training `DataLoader`, such as `num_workers`. `shuffle=False`
+            keeps the order of the dataset; a `sampler`, such as a `WeightedRandomSampler`, has its own order, the same
+            on all processes.
+        val_dataloader_kwargs: further options of the `DataLoader` of validation and test data.
+        loss_weight: items that the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"` (labels
+            that are not -100), or a function that counts the items of a batch. None: labels if the model computes its
+            own loss from an item `labels` of integers, otherwise samples.
 
     Raises:
-        ConfigurationError: an argument is wrong, or two contradict each other.
+        ConfigurationError: an argument is invalid, or two contradict each other.
 
     Attributes:
         loss_per_record: set by private training while it calls `train_step`, which then returns losses `(records,)`.
-        weight_choice: what the loss of the last counted batch is a mean over, in words; empty before the first.
+        weight_choice: description of the items that the loss of the last counted batch is a mean over; empty before the
+            first.
     """
 
     model: nn.Module
@@ -166,7 +170,7 @@ class SupervisedModule(ModuleInterface):
         self.train_dataset, self.val_dataset, self.test_dataset = select(train), select(val), select(test)
 
     def _with_used_columns(self, dataset: Any, *, remove: bool) -> Any:
-        """`dataset`, or each of a dict of them, without the columns that nothing takes, if they are to be removed."""
+        """Return `dataset`, or a dict of these, without unused columns if `remove` is True."""
         if isinstance(dataset, dict):
             return {key: self._with_used_columns(one, remove=remove) for key, one in dataset.items()}
         takers = [parameters_of(self._method(training)) for training in (True, False)] if column_names(dataset) else []
@@ -175,11 +179,11 @@ class SupervisedModule(ModuleInterface):
         return select_columns(dataset, taken, self.input_mappings, remove=remove)
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
-        """The optimizer over all parameters, the loss's own included, and the scheduler."""
+        """Create the optimizers of all parameters, including those of the loss, and the schedulers."""
         options = resolve(self.optimizer_kwargs, self.plan) if self.plan is not None else self.optimizer_kwargs
         if self.optimizer is None:
             raise ModuleContractError(
-                "SupervisedModule was given no optimizer, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule has no optimizer, so it can evaluate and predict, but not train. Write "
                 "SupervisedModule(model, loss, optimizer='adamw', train_dataset=...)."
             )
         if isinstance(self.optimizer, Mapping):
@@ -192,21 +196,21 @@ class SupervisedModule(ModuleInterface):
         return made, [self.scheduler] * (1 if isinstance(self.optimizer, Optimizer) else len(made))
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
-        """A loader over the training data."""
+        """Return a loader over the training data."""
         if self.train_dataset is None:
             raise ModuleContractError(
-                "SupervisedModule was given no train_dataset, so it can evaluate and predict, and not train. Write "
+                "SupervisedModule has no train_dataset, so it can evaluate and predict, but not train. Write "
                 "SupervisedModule(model, loss, optimizer, train_dataset=...)."
             )
         options = {"sampler": sampler, "batch_size": batch_size, **self.train_dataloader_kwargs}
         return self.build_dataloader(self.train_dataset, **options)
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
-        """A loader over the validation data, or a dict of loaders, or None."""
+        """Return a loader over the validation data, or a dict of loaders, or None."""
         return self._evaluation_loaders(self.val_dataset, sampler, batch_size)
 
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
-        """A loader over the test data, or a dict of loaders, or None."""
+        """Return a loader over the test data, or a dict of loaders, or None."""
         return self._evaluation_loaders(self.test_dataset, sampler, batch_size)
 
     def _evaluation_loaders(self, datasets: Any, sampler: type, batch_size: int) -> Any:
@@ -218,7 +222,7 @@ class SupervisedModule(ModuleInterface):
         return self.build_dataloader(datasets, **options)
 
     def batch_weight(self, batch: Any) -> float:
-        """How many items the loss of `batch` is a mean over, as `loss_weight` says.
+        """Return the number of items that the loss of `batch` is a mean over, see `loss_weight`.
 
         Raises:
             ModuleContractError: `loss_weight="labels"`, and the batch has no labels.
@@ -228,7 +232,7 @@ class SupervisedModule(ModuleInterface):
         labels, shifted = self._labels(batch)
         count = None if self.loss_weight == "samples" else labels_in(labels, shifted=shifted)
         if count is not None:
-            self.weight_choice = f"labels that are not {IGNORED_LABEL}{', but for the first of each row' * shifted}"
+            self.weight_choice = f"labels that are not {IGNORED_LABEL}{', except the first of each row' * shifted}"
             return count
         if self.loss_weight == "labels":
             raise ModuleContractError(
@@ -244,9 +248,9 @@ class SupervisedModule(ModuleInterface):
     batch_weight.counts_samples = _counts_samples  # type: ignore[attr-defined]
 
     def _labels(self, batch: Any) -> tuple[Any, bool]:
-        """The labels of a batch as the loader gave it, and whether the model shifts them before its loss."""
+        """Return the labels of a batch from the loader, and whether the model shifts them before its loss."""
         mapping = self.input_mappings[0]
-        if isinstance(mapping, Mapping):  # a function might draw random numbers, and is called for the step alone
+        if isinstance(mapping, Mapping):  # a function is only called for the step: it may draw random numbers
             batch = apply_mapping(mapping, batch)
         named = as_named(batch)
         if named is None:
@@ -269,16 +273,20 @@ class SupervisedModule(ModuleInterface):
         return self.step(batch, training=False)
 
     def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """The outputs alone. A batch without names is one input, or `(*inputs, target)`, whose target is not read."""
+        """Return only the outputs. A batch without names is one input, or `(*inputs, target)`; the target is unused."""
         return self._call_model(_mapped(self.input_mappings[True], batch), training=False)
 
     def step(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """Run the model on one batch and compute the loss.
 
+        Args:
+            batch: batch on the device of the model.
+            training: whether this is a training step.
+
         Returns:
-            `loss` (0-dim; left out where the model is to give it, and gives none outside training), `outputs` (as the
-            model gave them, mapped; with names, a dict) and `targets` (the last item of a tuple; of a batch with names,
-            a dict).
+            `loss` (0-dim; missing if the model computes the loss and returns none outside training), `outputs` (of the
+            model, after the mapping; a dict if they have names) and `targets` (the last item of a tuple; for a batch
+            with names, a dict).
         """
         batch = _mapped(self.input_mappings[not training], batch)
         if not isinstance(batch, dict) and (not isinstance(batch, tuple | list) or len(batch) < 2):
@@ -286,7 +294,7 @@ class SupervisedModule(ModuleInterface):
                 f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
             )
             raise ModuleContractError(
-                f"a batch is a {what}, in which there is no target. Have the data set give (inputs, target) or a dict, "
+                f"a batch is a {what}, which has no target. Return (inputs, target) or a dict from the dataset, "
                 "or write an input_mapping."
             )
         outputs = self._call_model(batch, training, whole=self._takes_targets(batch, training))
@@ -297,9 +305,9 @@ class SupervisedModule(ModuleInterface):
         return {"loss": self._training_loss(outputs, batch) if training else self._loss(outputs, batch), **found}
 
     def metric_inputs(self, outputs: Any, batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-        """`outputs` and `targets` of a step; the items of those that have names, by their names as well.
+        """Return `outputs` and `targets` of a step, and their items by name if they have names.
 
-        What a `val_step` of a derived class returns without these two is taken as from any module.
+        Outputs of a derived class's `val_step` without these two keys are used as in any module.
         """
         if not isinstance(outputs, dict) or not {"outputs", "targets"} <= outputs.keys():
             return default_metric_inputs(outputs, batch)
@@ -314,7 +322,7 @@ class SupervisedModule(ModuleInterface):
         return inputs
 
     def _metric_targets(self, outputs: dict[str, Any], batch: Any) -> Any:
-        """The targets of a step; where there are none, items that are named as such and that the model takes itself."""
+        """Return the targets of a step; if there are none, items with the name of a target that the model takes."""
         targets, mapping = outputs["targets"], self.input_mappings[True]
         named = as_named(batch)
         if self.target_keys is not None or not isinstance(targets, dict) or named is None:
@@ -325,9 +333,10 @@ class SupervisedModule(ModuleInterface):
         return {**targets, **{key: named[key] for key in TARGETS if key in named}}
 
     def _unused_items(self, batch: Any, takers: Sequence[Callable[..., Any]]) -> str | None:
-        """The warning for tensors that neither the model nor the loss nor `takers` have a parameter for.
+        """Return a warning for tensors that no parameter of the model, the loss or `takers` uses.
 
-        A mapping that is a function is not called once more, and a method of a derived class may take any item.
+        It does not call a mapping that is a function again. A method of a derived class may use any item, so then
+        there is no warning.
         """
         mapping, named = self.input_mappings[0], as_named(batch)
         derived = any(getattr(type(self), name) is not getattr(SupervisedModule, name) for name in _MAY_TAKE_ITEMS)
@@ -341,7 +350,7 @@ class SupervisedModule(ModuleInterface):
         return unused_items_message(items, [self._method(True), *([self.loss] if self.loss else [])], takers)
 
     def _takes_targets(self, batch: Any, training: bool) -> bool:
-        """Whether the model computes its loss from the target of a tuple, as the detectors of torchvision do."""
+        """Whether the model computes its loss from the target in a tuple, as torchvision's detection models do."""
         if self.loss is not None or not isinstance(batch, tuple | list):
             return False
         names = parameters_of(self._method(training)).names
@@ -379,7 +388,7 @@ class SupervisedModule(ModuleInterface):
         return {key: batch[key] for key in keys if key in batch}
 
     def _training_loss(self, outputs: Any, batch: Any) -> Any:
-        """The loss, or, in private training, that of each record, if the criterion can give it."""
+        """Return the loss, or in private training the loss of each record if the criterion can compute it."""
         each = without_reduction(self.loss) if self.loss_per_record and self.loss is not None else None
         if each is None:
             return self._loss(outputs, batch)
@@ -398,8 +407,8 @@ class SupervisedModule(ModuleInterface):
                 return sum(outputs.values())
             has = f"the items {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             raise ModuleContractError(
-                f"SupervisedModule was given no loss, and {type(self.model).__name__} returned {has}, in which there "
-                "is none. Give a loss, or write an output_mapping that names it 'loss'."
+                f"SupervisedModule has no loss, and {type(self.model).__name__} returned {has}, which contains none. "
+                "Write a loss, or an output_mapping that gives it the name 'loss'."
             )
         if not isinstance(batch, dict) and not isinstance(outputs, dict):
             return loss(outputs, batch[-1])
@@ -438,11 +447,11 @@ def _is_loss(value: Any) -> bool:
 
 def _check_loss(loss: Any) -> Any:
     if isinstance(loss, type):
-        raise ConfigurationError(f"loss is the class {loss.__name__}. Give an object of it: loss={loss.__name__}().")
+        raise ConfigurationError(f"loss is the class {loss.__name__}. Write an object of it: loss={loss.__name__}().")
     if loss is not None and not callable(loss):
         raise ConfigurationError(
             f"loss={loss!r}: write a function such as torch.nn.functional.cross_entropy, a module such as "
-            "torch.nn.CrossEntropyLoss(), or None where the model's outputs have an item 'loss'."
+            "torch.nn.CrossEntropyLoss(), or None if the model's outputs have an item 'loss'."
         )
     return loss
 
@@ -456,8 +465,8 @@ def _check_loss_weight(loss_weight: Any) -> Any:
     return loss_weight
 
 
-# Models of transformers with these names predict each label from what comes before it, so the first is left out. The
-# exceptions have such a name and predict the labels as they are.
+# Models of transformers with these names predict each label from the tokens before it, so the first label is not
+# predicted. The exceptions have such a name but predict every label.
 _CAUSAL, _NOT_CAUSAL = ("ForCausalLM", "LMHeadModel"), ("WithLMHeadModel", "XLNetLMHeadModel")
 
 
@@ -469,9 +478,9 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def _check_methods(model: Any, train: str, val: str | None) -> tuple[str, str]:
-    """The names of the methods to call in training and elsewhere."""
+    """Return the names of the methods to call in training and outside of it."""
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"model={model!r}: give a torch.nn.Module that is made already.")
+        raise ConfigurationError(f"model={model!r}: write an object of a torch.nn.Module.")
     for name, method in (("forward_fn", train), ("val_forward_fn", val or train)):
         if not callable(getattr(model, method, None)):
             own = [key for key in dir(type(model)) if not key.startswith("_") and key not in dir(nn.Module)]

@@ -19,7 +19,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.trainer.recomputation import Recomputes, recompute_units
 
 Compile = bool | Literal["units"] | Mapping[str, Any]
-"""Whether models are compiled whole or unit by unit; or options, among which `"units": True` says the latter."""
+"""Whether to compile models, as a whole or unit by unit; a dict has options, and `"units": True` for the latter."""
 
 
 def prepare_model(
@@ -31,30 +31,30 @@ def prepare_model(
     recomputes: bool = False,
     units: Sequence[Unit] | None = None,
 ) -> CompiledModels | None:
-    """Compile the models in `module`, in place, let its units recompute activations, and lay out weights.
+    """Compile the models in `module` in place, let its units recompute activations, and set the memory format.
 
-    Steps themselves stay as they are, so hooks, logs and whatever else they do work as before.
-    The parts of `module` that hold parameters are its models.
+    The models are the parts of `module` that hold parameters. Steps are not compiled, so hooks, logs and other code in
+    them work as before.
 
     Args:
         module: the user's module.
-        compiled: as the argument `compile`.
-        channels_last: for the weights of convolutions over images.
+        compiled: value of the argument `compile`.
+        channels_last: whether to store the weights of 2-D convolutions in channels-last format.
         private: whether the run is private.
-        recomputes: whether units keep no activations for the backward pass.
-        units: those that the user has named; see `find_units`.
+        recomputes: whether units recompute activations in the backward pass.
+        units: units that the user has named; see `find_units`.
 
     Returns:
-        What was compiled; None if nothing was to be.
+        The compiled models; None if compilation is off.
 
     Raises:
-        ConfigurationError: `compiled` or `recomputes` with `private` or without a part that it is for, or torch's
-            default device is `meta`.
+        ConfigurationError: `compiled` or `recomputes` with `private` or without a suitable part, or torch's default
+            device is `meta`.
     """
     if torch.get_default_device().type == "meta":
         raise ConfigurationError(
-            "torch's default device is 'meta', on which tensors have no values: neither losses nor weights could be "
-            "computed. Call torch.set_default_device('cpu') before the trainer begins, or leave `with "
+            "torch's default device is 'meta', on which tensors have no values: neither losses nor weights can be "
+            "computed. Call torch.set_default_device('cpu') before training, or end the block `with "
             "torch.device('meta')`."
         )
     if channels_last:
@@ -62,17 +62,17 @@ def prepare_model(
     if private and (compiled is not False or recomputes):
         name = "activation_checkpointing=True" if compiled is False else f"compile={compiled!r}"
         raise ConfigurationError(
-            f"{name} in a private run: the gradient of each record is taken by transforms that do not see through it. "
-            "Leave it out."
+            f"{name} in a private run: the gradient of each record is computed by transforms that do not support it. "
+            "Remove it."
         )
-    recompute_units(module, [])  # what an earlier run has set up
+    recompute_units(module, [])  # resets the units of an earlier run
     options, by_unit = split_compile(compiled)
     found = _blocks(module, units, compiled, recomputes) if by_unit or recomputes else []
     models = [] if options is None else found if by_unit else list(_models(module))
     if options is not None and not models:
         raise ConfigurationError(
-            f"compile=True: {type(module).__name__} has no part with parameters that could be compiled. Put them into "
-            "an nn.Module that the steps call, or leave compile out."
+            f"compile=True: {type(module).__name__} has no part with parameters to compile. Put them into "
+            "an nn.Module that the steps call, or remove compile."
         )
     chosen = [model for model in models if not _is_compiled(model)]
     for model in chosen:
@@ -83,24 +83,24 @@ def prepare_model(
 
 
 def _blocks(module: nn.Module, units: Sequence[Unit] | None, compiled: Compile, recomputes: bool) -> list[nn.Module]:
-    """The units of `module`, which are compiled or recompute one by one."""
+    """Return the units of `module`, which are compiled or recompute separately."""
     found = find_units(module, units)
     if recomputes and (compiled is not False or any(map(_is_compiled, found))):
         raise ConfigurationError(
             "activation_checkpointing=True with compiled blocks: torch does not run compiled code within a checkpoint. "
-            "Leave activation_checkpointing or the compilation out."
+            "Remove activation_checkpointing or the compilation."
         )
     if not found:
         name = "activation_checkpointing=True" if recomputes else f"compile={compiled!r}"
         raise ConfigurationError(
             f"{name}: {type(module).__name__} has no nn.ModuleList or nn.Sequential that repeats a block. Return the "
-            "blocks from a method sharding_units(), or leave the argument out."
+            "blocks from a method sharding_units(), or remove the argument."
         )
     return found
 
 
 def split_compile(compiled: Compile) -> tuple[dict[str, Any] | None, bool]:
-    """The options of `torch.compile`, None to compile nothing; and whether units are compiled one by one."""
+    """Return the options of `torch.compile`, None to compile nothing; and whether to compile units separately."""
     if isinstance(compiled, bool):
         return ({} if compiled else None), False
     if isinstance(compiled, str):
@@ -111,11 +111,11 @@ def split_compile(compiled: Compile) -> tuple[dict[str, Any] | None, bool]:
 
 
 def reuses_memory(module: nn.Module, compiled: Compile) -> bool:
-    """Whether a replayed CUDA graph may write to what an earlier step returned, without a new version of the tensor.
+    """Whether a replay of a CUDA graph may overwrite outputs of an earlier step without a new version of the tensor.
 
     Args:
-        module: a part that the user or an earlier run has compiled counts, since its mode cannot be seen.
-        compiled: options of `torch.compile`, of which some ask for CUDA graphs.
+        module: module; a part that the user or an earlier run has compiled counts, because its mode is unknown.
+        compiled: value of the argument `compile`; some of its options enable CUDA graphs.
     """
     options = split_compile(compiled)[0] or {}
     return (
@@ -128,7 +128,7 @@ def reuses_memory(module: nn.Module, compiled: Compile) -> bool:
 
 
 def _models(module: nn.Module) -> Iterator[nn.Module]:
-    """The parts of `module` that hold parameters and are called themselves."""
+    """Yield the parts of `module` that hold parameters and are called directly."""
     for part in module.children():
         if isinstance(part, nn.ModuleList | nn.ModuleDict):
             yield from _models(part)
@@ -137,9 +137,9 @@ def _models(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the user has compiled it, by `Module.compile` or `torch.compile`. Names of torch 2.13.0."""
+    """Whether the user has compiled `model`, with `Module.compile` or `torch.compile`. Names of torch 2.13.0."""
     call = _compiled_call(model)
-    by_earlier_run = getattr(call, "__module__", None) == __name__  # perhaps with other options
+    by_earlier_run = getattr(call, "__module__", None) == __name__  # its options may differ
     return (call is not None and not by_earlier_run) or type(model).__name__ == "OptimizedModule"
 
 
@@ -151,15 +151,15 @@ def _compiled_call(model: nn.Module) -> Any:
 def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the calls of `model`, as `Module.compile` does; names, the state dict, copies and pickles stay the same.
 
-    torch compiles no frame of torch.nn, so `Module.compile` makes no graph of an `nn.Sequential`. Here a frame of the
-    library calls `forward`. Where the call has more to do, it is left to torch: a frame that was compiled without the
-    model's hooks does not see those that are registered later. Checked on torch 2.13.0.
+    torch does not compile frames of torch.nn, so `Module.compile` captures no graph of an `nn.Sequential`. Here a frame
+    of the library calls `forward`. A model with hooks is left to torch, because a frame that was compiled without hooks
+    ignores hooks that are registered later. Checked on torch 2.13.0.
     """
 
     def call_forward(*args: Any, **kwargs: Any) -> Any:
         return type(model).forward(model, *args, **kwargs)
 
-    # each model has its own code object, because torch keeps at most 8 compilations of one
+    # Each model has a separate code object, because torch keeps at most 8 compilations of one.
     code = call_forward.__code__.replace(co_name=f"call_{type(model).__name__}")
     plainly = torch.compile(FunctionType(code, globals(), closure=call_forward.__closure__), **options)
     by_torch = torch.compile(model._call_impl, **options)
@@ -173,7 +173,7 @@ def _compile(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Whether hooks of `model` or of all modules are called with it. Names of torch 2.13.0."""
+    """Whether a call of `model` runs hooks, of the model or of all modules. Names of torch 2.13.0."""
     return bool(
         model._forward_hooks
         or model._forward_pre_hooks
@@ -187,30 +187,30 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 class CompiledModels:
-    """The models that a run compiles, and what torch has compiled in this process since."""
+    """The models that a run compiles, and counters of torch's compilations in this process since."""
 
     def __init__(self, models: int) -> None:
         self._models, self._before = models, _compilations()
 
     @property
     def is_in_vain(self) -> bool:
-        """Whether models were to be compiled, and none was."""
+        """Whether models should be compiled, and none was."""
         return bool(self._models) and self.counts is not None and not self.counts[0]
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """Graphs and recompilations; None where this version of torch does not tell."""
+        """Numbers of graphs and recompilations; None if this version of torch does not count them."""
         now = _compilations()
         if now is None or self._before is None:
             return None
         graphs, again = (max(0, after - before) for after, before in zip(now, self._before, strict=True))
-        return graphs, again  # torch._dynamo.reset() begins to count anew
+        return graphs, again  # torch._dynamo.reset() resets the counters, so differences may be negative
 
     def describe(self) -> str:
-        """The counts in words."""
+        """Return the counts as text."""
         models, counts = _plural(self._models, "model"), self.counts
         if counts is None:
-            return f"{models}; this version of torch does not tell how many graphs"
+            return f"{models}; this version of torch does not count graphs"
         return f"{models}, {_plural(counts[0], 'graph')}, {_plural(counts[1], 'recompilation')}"
 
 
@@ -219,9 +219,9 @@ def _plural(count: int, what: str) -> str:
 
 
 def _compilations() -> tuple[int, int] | None:
-    """Graphs that a compiler was given, and compilations of frames that had been compiled before.
+    """Return the number of graphs that were compiled, and of repeated compilations of a frame.
 
-    None where torch has no such names. They are private; checked on torch 2.13.0.
+    None if torch lacks these private names; checked on torch 2.13.0.
     """
     try:
         from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
@@ -234,15 +234,16 @@ def _compilations() -> tuple[int, int] | None:
 
 @contextmanager
 def deterministic(wanted: bool | Literal["warn"]) -> Iterator[None]:
-    """Let torch refuse operations that have no deterministic algorithm, or warn of them, until the block ends.
+    """Context manager in which operations without a deterministic algorithm raise an error, or with "warn" a warning.
 
-    cuDNN does not try out algorithms meanwhile. cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was set before
-    its first use in the process; it is set here if it is not, and stays set.
+    cuDNN does not benchmark algorithms inside the block. cuBLAS is deterministic only if CUBLAS_WORKSPACE_CONFIG was
+    set before its first use in the process. It is set here if it is missing, and remains set after the block, because
+    cuBLAS has read it already.
     """
     if not wanted:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a value that torch's documentation recommends
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True, warn_only=wanted == "warn")
@@ -259,12 +260,12 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 
 @contextmanager
 def matmul_precision(wanted: MatmulPrecision | None) -> Iterator[None]:
-    """Let torch compute products of float32 matrices with `wanted` precision until the block ends; None is as it is.
+    """Context manager that sets the precision of float32 matrix products; None changes nothing.
 
     See `torch.set_float32_matmul_precision`.
 
     Raises:
-        ConfigurationError: the process has set precisions by names that torch does not let mix with that function.
+        ConfigurationError: the process has set precisions with an API that torch does not mix with this function.
     """
     if wanted is None:
         yield
@@ -274,9 +275,9 @@ def matmul_precision(wanted: MatmulPrecision | None) -> Iterator[None]:
     except RuntimeError as error:
         raise ConfigurationError(
             f"float32_matmul_precision={wanted!r}, and this process has set {_fp32_precisions()}, which torch does not "
-            "let mix. Leave the argument out, or torch.backends...fp32_precision as it is."
+            "combine. Remove the argument, or do not set torch.backends...fp32_precision."
         ) from error
-    # torch 2.13.0: the function sets these as well, and never to "none", with which they begin.
+    # torch 2.13.0: the function also sets these, and cannot restore their initial value "none".
     own = [place.fp32_precision for place in _PLACES.values()]
     torch.set_float32_matmul_precision(wanted)
     try:
@@ -298,7 +299,7 @@ def _fp32_precisions() -> str:
 
 
 def precision_in_force(wanted: MatmulPrecision | None) -> str:
-    """The precision that a block of `matmul_precision(wanted)` has."""
+    """Return the precision inside `matmul_precision(wanted)`."""
     try:
         return wanted or torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -306,7 +307,7 @@ def precision_in_force(wanted: MatmulPrecision | None) -> str:
 
 
 def cpu_settings() -> dict[str, Any]:
-    """What decides in which order torch adds on the CPU of this process: the bits of a result depend on it."""
+    """Return settings that determine the order of additions on this process's CPU, and so the bits of results."""
     return {
         "threads": torch.get_num_threads(),
         "interop threads": torch.get_num_interop_threads(),
@@ -318,15 +319,15 @@ GIB = 2**30
 
 
 def host_peak_gib() -> float | None:
-    """The largest resident size of this process so far in GiB; None on Windows."""
+    """Return the peak resident memory of this process in GiB; None on Windows."""
     if sys.platform == "win32":
         return None
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak) * (1 if sys.platform == "darwin" else 1024) / GIB
+    return float(peak) * (1 if sys.platform == "darwin" else 1024) / GIB  # in bytes on macOS, in KiB elsewhere
 
 
 def device_peak_gib(device: torch.device) -> float | None:
-    """The most that tensors have taken on `device` in GiB; None where it is not CUDA."""
+    """Return the peak memory of tensors on `device` in GiB; None if it is not CUDA."""
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None

@@ -69,34 +69,36 @@ _ELSEWHERE = {
     "run_history": "trainer.history",
     "save_model": "trainer.export(path)",
 }
-"""Members of the trainers of pytorch-accelerated, fastNLP, Lightning and transformers, and what to write."""
+"""Members of the trainers of pytorch-accelerated, fastNLP, Lightning and transformers, and their counterparts."""
 
 
 class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, PropertiesMixin):
-    """Trains a module as its arguments say.
+    """Trains a module as specified by its arguments.
 
     Args:
         module: model, steps, optimizers and data.
-        args: everything else.
-        trainer_backend: a stack you built, or a backend string; wins over `args.backend`.
-        checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
-            `args.output_dir`.
-        run_history: where metrics are recorded; a new `RunHistory` by default.
-        callbacks: objects that subscribe to events by their methods, or classes of them; one of these, or a list.
-        train_step: a function that is called for `train_step` of the module, as if it were that method: it computes the
-            loss. What steps optimizers itself is a layer, see `register_layer`.
-        val_step: a function that is called for `val_step` of the module, as if it were that method.
-        metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
+        args: all options of the run.
+        trainer_backend: a stack of layers, or a backend string; overrides `args.backend`.
+        checkpointer: saves and finds checkpoints; by default a `DefaultCheckpointer` that saves in `args.output_dir`.
+        run_history: object in which metrics are recorded; a new `RunHistory` by default.
+        callbacks: objects whose methods subscribe to events, or classes of them; one of these, or a list.
+        train_step: function that replaces the module's method `train_step`; it computes the loss. To replace the
+            optimizer step, write a layer, see `register_layer`.
+        val_step: function that replaces the module's method `val_step`.
+        metrics: metrics by name, objects with `update`, `compute` and `reset`; instead of the module's.
 
     Attributes:
+        module: the module.
+        trainer_backend: the stack of layers.
+        checkpointer: saves and finds checkpoints.
         history: the metrics of the run.
-        events: who subscribes to what; `on` adds to it.
-        state: where the run stands.
-        user_state: for data of your own; saved with checkpoints.
-        warm_start_report: what `init_weights_from` gave the module; None before, and where nothing was taken from it.
+        events: the subscribers of events; `on` adds to them.
+        state: the counters of the run.
+        user_state: your own values, saved with checkpoints.
+        warm_start_report: tensors that `init_weights_from` has loaded; None before, and if nothing was loaded.
 
     Raises:
-        ConfigurationError: something given is of the wrong kind, or the backend string is wrong.
+        ConfigurationError: an argument has the wrong type, or the backend string is invalid.
     """
 
     module: ModuleInterface
@@ -149,33 +151,33 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._is_made = True
 
     def train(self, *, epochs: int | None = None, max_steps: int | float | None = None, **unknown: NoReturn) -> None:
-        """Train the epochs that are left, validate after each, save, and export the model at the end.
+        """Train the remaining epochs, validate after each, save checkpoints, and export the model at the end.
 
-        Does nothing once it is through. Call it again after an interruption or an exception to go on from where it
-        stopped; a hook that raised counts as called. What `request_stop` has ended counts as through: the model is
-        exported and `on_end_train` called.
+        For a finished run it does nothing. After an interruption or an exception, a second call continues where it
+        stopped; a hook that raised an error counts as called. A run that `request_stop` has stopped counts as finished:
+        the model is exported and `on_end_train` called.
 
         Args:
-            epochs: train until so many are trained in all, instead of what the arguments say.
-            max_steps: the same, counted in global steps.
-            unknown: is refused, with the place where the trainer takes it.
+            epochs: total number of epochs, instead of the value in the arguments.
+            max_steps: total number of global steps, instead of the value in the arguments.
+            unknown: always an error, which names the right place for the argument.
 
         Raises:
-            Preempted: SIGTERM, SIGHUP or SIGUSR1 came; what was trained is saved. Ends the process with exit code 75.
-            KeyboardInterrupt: Ctrl-C was pressed, and what was trained is saved; or it was pressed twice.
-            ModuleContractError: the module broke its contract; the message says how.
+            Preempted: after SIGTERM, SIGHUP or SIGUSR1, when the state is saved. Ends the process with exit code 75.
+            KeyboardInterrupt: after Ctrl-C, when the state is saved; or after a second Ctrl-C.
+            ModuleContractError: the module violates its contract; the message has the reason.
             NonFiniteError: a loss or gradient became inf or nan.
-            PeerError: another process has failed, or did not come to a collective in time.
-            CheckpointError: a checkpoint that was asked for cannot be read, or one cannot be written.
+            PeerError: another process has failed, or did not join a collective in time.
+            CheckpointError: the checkpoint to resume from cannot be read, or a checkpoint cannot be written.
             LeaseError: another process owns the directory of the run, or has taken it over.
-            ConfigurationError: it was called from one of its own hooks or steps, or with an unknown argument.
+            ConfigurationError: it was called from a hook or a step of its run, or with an unknown argument.
         """
         if unknown:
             refuse_argument_of_train(next(iter(unknown)))
         if self._training:
             raise ConfigurationError(
                 f"train() was called while it runs (after global step {self.state.global_step}), from a hook or a "
-                "step. Call it again when it has returned, with train(epochs=...) for more epochs."
+                "step. Call it again after it has returned, with train(epochs=...) for more epochs."
             )
         self._refuse_copy(epochs, max_steps)
         if epochs is not None or max_steps is not None:
@@ -197,7 +199,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             if self.args.on_interrupt == "return" and self.world.size > 1:
                 raise ConfigurationError(
                     "on_interrupt='return' with several processes: a launcher ends the others when Ctrl-C is pressed. "
-                    "Leave it out, and continue in another start with resume='auto'."
+                    "Remove it, and continue in another start with resume='auto'."
                 )
             if not self._finished:
                 late = self._train_until_stopped(run)
@@ -211,8 +213,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     def _refuse_copy(self, epochs: int | None, max_steps: int | float | None) -> None:
         if self._is_copy and not (self._finished and epochs is max_steps is None):
             raise ConfigurationError(
-                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it evaluates, "
-                "predicts and exports only. To train further make a new Trainer with resume=True, which loads the "
+                "this is a pickled copy of a Trainer that has trained. It has no optimizer states, so it can only "
+                "evaluate, predict and export. To train further make a new Trainer with resume=True, which loads the "
                 "last checkpoint."
             )
 
@@ -222,9 +224,9 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             raise then_raise
 
     def _heed_early_signal(self, error: BaseException) -> None:
-        """`error` ended `train()` before training began: record a signal as its cause.
+        """After `error` ended `train()` before training began, record a signal as its cause.
 
-        A rank that is lost after a signal came here has most likely got the signal as well.
+        If a rank is lost after a signal came to this process, it has most likely got the signal too.
 
         Raises:
             Preempted: in place of the error of a lost rank.
@@ -239,14 +241,14 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
 
     def _record_interruption(self, reason: str) -> None:
         if global_rank() == 0 and self.args.wants_report:
-            from trainstack.trainer.reporting.report.facts import record_interruption  # not in every run
+            from trainstack.trainer.reporting.report.facts import record_interruption  # rarely needed
 
             directory = self._context.directory
             if directory.may_note(self.args):
                 record_interruption(directory.log_dir, type(self.module).__name__, reason)
 
     def _train_until_stopped(self, run: Run) -> Request | None:
-        """Train in a run that is ready; returns a signal that came too late to be heeded, if there is one."""
+        """Train a prepared run; return a signal that came too late to stop it, or None."""
         from trainstack.trainer.data.loading import explain_worker_deaths
         from trainstack.trainer.reporting.reporter import Reporter
 
@@ -257,13 +259,14 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             try:
                 with context.fail_together():
                     self._train(run, reporter)
-            except BaseException as error:  # the other processes know by now
-                # writes under way end first; then the subscribers act, whose states the save after them keeps
+            except BaseException as error:  # fail_together has informed the other processes
+                # Order: current writes must end first. Then subscribers run, because the save after them keeps their
+                # states. The report is last, because it lists all files.
                 saver.finish_after(error)
                 explain_worker_deaths(error)
                 run.end_recording("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 self.events.fail(error)
-                with suppress(TrainstackError):  # no ledger any more; the statement on the disk has all planned steps
+                with suppress(TrainstackError):  # the ledger is lost; the statement on disk has all planned steps
                     run.note_stop()
                 wanted = self.args.save_on_exception
                 if wanted is True or (isinstance(wanted, tuple) and isinstance(error, wanted)):
@@ -271,10 +274,10 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 reporter.fail(error)
                 raise
             finally:
-                run.end_recording("failed")  # where an interrupt has cut the lines above short
+                run.end_recording("failed")  # has an effect only if an interrupt has skipped the lines above
                 run.leave_training()
                 self._training = context.busy = False
-                saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for the next one
+                saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for a later one
                 self._reporter = None
                 reporter.close()
                 late = stopper.end()
@@ -305,7 +308,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             check_can_train(context, run.exhausted_reason, lambda: run.evaluator.loaders_of(Stage.VAL))
         if self.args.sanity_val_steps:
             run.sanity_check(self.args.sanity_val_steps)
-        state.current_step = state.global_step  # a step that failed is no longer under way
+        state.current_step = state.global_step  # a step that failed is not the current step any more
         try:
             with suppress(Stopped):
                 self.events.begin_train()
@@ -317,22 +320,22 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                     run.train_epoch(reporter, self.save_checkpoint, save_every)
         except StopTraining as stop:
             raise ModuleContractError(
-                "StopTraining was raised in a step, a loader or a metric, which cannot be left half-way. Raise it in a "
+                "StopTraining was raised in a step, a loader or a metric, which cannot end half-way. Raise it in a "
                 "hook (on_end_backward, on_end_train_step, on_end_val_epoch, ...) or in a subscriber of an event, or "
-                "call trainer.request_stop(reason), after which the step under way is finished."
+                "call trainer.request_stop(reason), which lets the current step finish."
             ) from stop
         run.end(reporter, self._end_with_export)
 
     def _end_with_export(self) -> None:
         self.save_model_checkpoint()
         assert self._run is not None
-        self._finished = self._run.is_over  # before on_end_train, which is called once
+        self._finished = self._run.is_over  # before on_end_train, so that it is called once
 
     def _extend(self, epochs: int | None, max_steps: int | float | None) -> None:
-        """Extend the run; a refused extension changes nothing.
+        """Extend the run; an extension that raises an error changes nothing.
 
-        Existing schedulers keep the length that they were made with. Fractions of the run are those of the longer one.
-        A `fast_dev_run` keeps its end.
+        Existing schedulers keep their length. Fractions of the run are fractions of the longer run. A `fast_dev_run`
+        keeps its end.
         """
         if self.args.fast_dev_run:
             return
@@ -344,12 +347,12 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             self._finished = False
 
     def privacy_statement(self) -> PrivacyStatement:
-        """What is guaranteed, at this moment, to those whose records are trained on; `.text` and `.to_json()`."""
+        """Return the current guarantee to the people whose records are in the training data: `.text`, `.to_json()`."""
         self._ready()
         return self.trainer_backend.privacy_statement()
 
     def close(self) -> None:
-        """Give back what was taken from the outside: the loader's workers, and the backend's process group."""
+        """Release external resources: the loader's workers, and the backend's process group."""
         for run in (self._run, self._evaluation):
             if run is not None:
                 run.data.close()
@@ -361,17 +364,17 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         """Name the counterpart of a member of another library's trainer.
 
         Raises:
-            AttributeError: always; it is only called for names that are no attributes.
+            AttributeError: always; Python calls this method only for missing attributes.
         """
         if name in _ELSEWHERE:
             raise AttributeError(f"a Trainer has no {name!r}. Write {_ELSEWHERE[name]}.", name=name, obj=self)
-        return super().__getattribute__(name)  # again, so that an error within a property keeps its message
+        return super().__getattribute__(name)  # repeats the lookup, so that an error in a property keeps its message
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; refuse a loop, which nothing would call.
+        """Set an attribute, except a loop, which would never be called.
 
         Raises:
-            ConfigurationError: it is called `train_batch_loop` or `evaluate_batch_loop`.
+            ConfigurationError: the name is `train_batch_loop` or `evaluate_batch_loop`.
         """
         if name in ("train_batch_loop", "evaluate_batch_loop"):
             raise ConfigurationError(
@@ -382,17 +385,17 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trainer:
-        """Refuse a copy, which would share the files, the processes and the counters of the run."""
+        """Raise an error, because a copy would share the files, the processes and the counters of the run."""
         raise ConfigurationError(
             "a Trainer cannot be copied: it holds locks, files and processes of one run. Copy the module, "
             "copy.deepcopy(trainer.module), and give it to a new Trainer."
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it was made of, counters, history and the states of callbacks: no process, file, lock or optimizer.
+        """Return the arguments, counters, history and states of callbacks: no processes, files, locks or optimizers.
 
         Raises:
-            ConfigurationError: it is training, or was given the layers of a backend as an object.
+            ConfigurationError: training is running, or the backend was given as an object.
         """
         if self._training:
             raise ConfigurationError("a Trainer cannot be pickled while it trains. Pickle it before or after train().")
@@ -400,8 +403,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         given = dict(zip(names, self._given, strict=True))
         if isinstance(given["trainer_backend"], TrainerBackend):
             raise ConfigurationError(
-                "a Trainer with a backend object cannot be pickled, since its layers hold processes and handles. Write "
-                "the backend as a string, with its options in backend_options."
+                "a Trainer with a backend object cannot be pickled, because its layers hold processes and handles. "
+                "Write the backend as a string, with its options in backend_options."
             )
         state: dict[str, Any] = {"module": self.module, "args": self.args, **given}
         if self._run is not None:
@@ -411,7 +414,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make it anew. A copy of one that has trained evaluates and exports; it does not train further."""
+        """Build the trainer again. A copy of a trained one can evaluate and export, but not train further."""
         kept, finished, lineage = state.pop("kept", None), state.pop("finished", False), state.pop("lineage", None)
         if kept is not None:  # the module has its weights already
             state["args"] = replace(state["args"], resume=False, init_weights_from=None, overwrite=False)
@@ -431,25 +434,29 @@ _KEPT_IN_PICKLES = ("state", "user_state", "history", "events")
 
 
 def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: int = 100) -> LRFinderResult:
-    """Train for some steps while the learning rate grows from `start` to `end`, and undo all of it.
+    """Find a learning rate: train some steps while the rate grows from `start` to `end`, and undo all of them.
 
-    It ends early once the loss is not finite or far above its minimum. A step that moves nothing, such as an overflow
-    in fp16, is followed by another at the same rate. Hooks are not called, schedules stand still, and afterwards the
-    run is what it was: weights, buffers, gradients, optimizers, modes, random numbers, history. The method is that of
-    L. N. Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), with the steepest slope as the answer.
+    It ends early if the loss is not finite or far above its minimum. A step that changes no weights, such as after an
+    overflow in fp16, is repeated with another batch at the same rate. Hooks are not called and schedulers do not step.
+    Afterwards weights, buffers, gradients, optimizers, modes, random numbers and history are restored. The method is
+    that of L. N. Smith, "Cyclical Learning Rates for Training Neural Networks" (2017), with the steepest slope as the
+    result.
 
     Args:
-        trainer: about to train, or between two calls of `train`. All processes call it together.
-        start: the first learning rate; where parameter groups differ, that of the highest, the others in proportion to
-            those that they were made with.
-        end: the last.
-        steps: global steps from one to the other.
+        trainer: trainer before training, or between two calls of `train`. All processes call it together.
+        start: the first learning rate; if parameter groups differ, that of the group with the highest rate, and the
+            others in proportion to their initial rates.
+        end: the last learning rate.
+        steps: number of global steps, at least 3.
+
+    Returns:
+        The suggested rate and the measured losses.
 
     Raises:
-        ConfigurationError: the range is none; the run is private, since the trial would spend privacy; the order of the
-            training data is not the library's; or it is called from within training.
+        ConfigurationError: the range is invalid; the run is private, because the trial would spend privacy; the
+            training data have a custom order; or it is called during training.
     """
-    if not 0 < start < end or steps < 3:
+    if not 0 < start < end or steps < 3:  # a slope needs two differences
         raise ConfigurationError(
             f"find_lr(start={start}, end={end}, steps={steps}): write 0 < start < end, and at least 3 steps."
         )
@@ -467,18 +474,18 @@ def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner:
 
 
 def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:
-    """The arguments of a run of `module`; seeds the generators of the process if they ask for that."""
+    """Return the arguments of a run of `module`; seeds the generators of the process if `seed_everything` is set."""
     if args.seed_everything:
         seed_everything(args.seed)
     return complete_monitor(limit_for_dev_run(args), module, metrics)
 
 
 def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:
-    """The callbacks `given`, with the default ones where the arguments ask for them."""
+    """Return the callbacks `given`, with the default ones if the arguments require them."""
     if isinstance(given, Callback) or (isinstance(given, type) and issubclass(given, Callback)):
         given = [given]
     if not args.default_callbacks:
         return cast("Iterable[Any] | None", given)
-    from trainstack.trainer.callbacks import with_defaults  # the ready-made ones are loaded when used
+    from trainstack.trainer.callbacks import with_defaults  # not at the top: loads all ready-made callbacks
 
     return with_defaults(given)

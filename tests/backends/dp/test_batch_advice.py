@@ -78,7 +78,7 @@ def test_the_printed_plan_has_the_ratio(tmp_path: Path, capsys: pytest.CaptureFi
     args = private(tmp_path, promise(noise_multiplier=2.0), max_steps=1, writers=["stdout"])
     ts.Trainer(Classifier(), args).train()
     printed = " ".join(capsys.readouterr().out.split())
-    assert "8 on average, drawn anew in each step" in printed
+    assert "8 on average, a new random sample each step" in printed
     assert "signal to noise" in printed
     assert FAR_TOO_FEW in printed
 

@@ -192,7 +192,7 @@ def test_numbers_that_contradict_the_data_are_refused(
         (lambda m: [torch.optim.SGD(m.net[0].parameters(), lr=0.1)], "net.3.bias, net.3.weight: trainable, but in no"),
         (
             lambda m: [torch.optim.SGD(m.parameters(), lr=0.1), torch.optim.SGD([m.net[0].bias], lr=0.1)],
-            "holds 1 parameters that an optimizer before it holds as well",
+            "holds 1 parameters that an earlier optimizer holds too",
         ),
         (
             lambda m: [torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)],

@@ -66,7 +66,7 @@ def test_a_pruned_training_ends_in_good_order_and_raises(tmp_path: Path) -> None
 def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="create_study"):
         make(tmp_path / "1", [ts.callbacks.OptunaPruning(Trial("MAXIMIZE"))]).train()
-    with pytest.raises(ConfigurationError, match="Give it the trial"):
+    with pytest.raises(ConfigurationError, match="Pass the trial there"):
         make(tmp_path / "2", [ts.callbacks.OptunaPruning(None)]).train()
     with pytest.raises(ConfigurationError, match="'epoch' or 'global_step'"):
         ts.callbacks.OptunaPruning(Trial(), step="step")

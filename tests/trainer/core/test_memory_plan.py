@@ -72,7 +72,7 @@ def test_the_optimizer_and_its_hooks_are_left_alone() -> None:
     ("make_optimizer", "words"),
     [
         (torch.optim.LBFGS, "LBFGS keeps tensors in its attribute '_params'"),
-        (torch.optim.SparseAdam, "SparseAdam takes no step without values"),
+        (torch.optim.SparseAdam, "SparseAdam cannot step without values"),
     ],
 )
 def test_what_cannot_be_known_is_said(make_optimizer: Any, words: str) -> None:

@@ -246,5 +246,6 @@ def test_processes_need_not_divide_a_batch_that_is_drawn() -> None:
     assert (plan.steps_per_epoch, plan.total_steps) == (25, 50)
     assert plan.estimated_global_steps_per_epoch >= 25
     rows = dict(plan.rows())
-    assert rows["global batch"] == "40 on average, drawn anew in each step; 3 processes, micro-batches of at most 7"
+    drawn = "40 on average, a new random sample each step"
+    assert rows["global batch"] == f"{drawn}; 3 processes, micro-batches of at most 7"
     assert "samples an epoch" not in rows, "samples of random size fill no epoch"

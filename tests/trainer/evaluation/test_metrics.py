@@ -249,7 +249,7 @@ class TestWhatIsRefused:
                 train(Measured(wrong), tmp_path)
 
     def test_nothing_to_feed(self, tmp_path: Path) -> None:
-        with pytest.raises(ts.ModuleContractError, match=r"nothing but a loss.*metric_inputs"):
+        with pytest.raises(ts.ModuleContractError, match=r"returned only a loss.*metric_inputs"):
             train(Measured({"a": Counts()}, lambda loss, *_: loss), tmp_path)
 
     def test_a_parameter_that_nothing_is_called_like(self, tmp_path: Path) -> None:

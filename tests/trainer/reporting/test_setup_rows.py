@@ -188,7 +188,7 @@ def test_a_private_run_says_how_samples_are_drawn_and_that_each_counts_once(
         Tokens(numbers(29)), tmp_path, writers=["stdout"], backend="sp-dp", differential_privacy_args=promise, epochs=2
     )
     table = " ".join(capsys.readouterr().out.split())
-    assert "global batch 8 on average, drawn anew in each step" in table
+    assert "global batch 8 on average, a new random sample each step" in table
     assert "last step" not in table
     said = [record.message for record in caplog.records if "batch_weight is not used" in record.message]
     assert said == [one for one in said[:1] if "each sample counts once" in one] != []

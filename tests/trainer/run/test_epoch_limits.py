@@ -63,7 +63,7 @@ def test_an_epoch_is_not_ended_where_none_is_trained(tmp_path: Path) -> None:
         def on_epoch_end(self, trainer: Any) -> None:
             trainer.end_epoch()
 
-    with pytest.raises(ts.ConfigurationError, match="no epoch is trained"):
+    with pytest.raises(ts.ConfigurationError, match="no epoch is being trained"):
         ts.Trainer(Classifier(), arguments(tmp_path), callbacks=[Late()]).train()
 
 

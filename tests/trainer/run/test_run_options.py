@@ -260,9 +260,7 @@ class TestMatmulPrecision:
     def test_precisions_that_torch_does_not_mix_with_it_are_kept(self, tmp_path: Path) -> None:
         kept, MATMUL[0].fp32_precision = MATMUL[0].fp32_precision, "tf32"
         try:
-            with pytest.raises(
-                ts.ConfigurationError, match=r"cuda.matmul.fp32_precision='tf32'.*Leave the argument out"
-            ):
+            with pytest.raises(ts.ConfigurationError, match=r"cuda.matmul.fp32_precision='tf32'.*Remove the argument"):
                 train(Counting(), tmp_path, float32_matmul_precision="medium")
             train(Counting(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
             assert MATMUL[0].fp32_precision == "tf32"

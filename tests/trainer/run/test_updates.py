@@ -319,7 +319,7 @@ def yields(make: Callable[..., Any]) -> Points:
         (lambda loss: (loss, 0, "more"), r"yielded a tuple of \(Tensor, int, str\)"),
         (lambda loss: (loss, None), r"yielded a tuple of \(Tensor, None\)"),
         (lambda loss: (loss, ()), r"yielded a tuple of \(Tensor, tuple\)"),
-        (lambda loss: {"loss": loss, "optimizer": 0}, "the key 'optimizer', which nothing reads"),
+        (lambda loss: {"loss": loss, "optimizer": 0}, "the key 'optimizer', which is not used"),
     ],
 )
 def test_a_yield_of_another_form_steps_nothing(made: Any, message: str, tmp_path: Path) -> None:

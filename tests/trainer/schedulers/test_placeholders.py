@@ -117,14 +117,14 @@ def test_they_are_found_at_any_depth_and_everything_else_stays_as_it_is() -> Non
     [int, float, bool, range, lambda x: x > 3, lambda x: x >= 3, lambda x: [1, 2][x], lambda x: max(1, x), math.trunc],
 )
 def test_a_placeholder_that_is_used_too_early_says_so(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"NUM_EPOCHS \* 2 has no value before the run's plan is made"):
+    with pytest.raises(ts.ConfigurationError, match=r"NUM_EPOCHS \* 2 has no value before the run's plan exists"):
         use(NUM_EPOCHS * 2)
 
 
 def test_a_torch_scheduler_that_is_given_one_unresolved_says_so() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
-    with pytest.raises(ts.ConfigurationError, match="TOTAL_STEPS has no value before the run's plan is made"):
+    with pytest.raises(ts.ConfigurationError, match="TOTAL_STEPS has no value before the run's plan exists"):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=TOTAL_STEPS)  # type: ignore[arg-type]
 
 

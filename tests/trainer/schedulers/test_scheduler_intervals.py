@@ -263,17 +263,17 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "a monitor for one that takes no value": (
         SchedulerConfig(HALVES, monitor="val/loss"),
-        "StepLR takes no value when it steps. Leave monitor out",
+        "StepLR takes no value when it steps. Remove monitor",
     ),
     "a rhythm for timm's": (
         SchedulerConfig(functools.partial(LikeTimm, in_epochs=True), interval="epoch"),
         "LikeTimm is one of timm's schedulers.*Return it without interval",
     ),
-    "timm's plateau": (timm_plateau, "timm's LikeTimm does not keep its whole state.*ReduceLROnPlateau"),
-    "a factory of nothing": (lambda optimizer: None, "gave a NoneType and no scheduler of that optimizer"),
+    "timm's plateau": (timm_plateau, "timm's LikeTimm does not save its whole state.*ReduceLROnPlateau"),
+    "a factory of nothing": (lambda optimizer: None, "returned a NoneType, not a scheduler of that optimizer"),
     "a factory for another optimizer": (
         lambda optimizer: HALVES(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)),
-        "gave a StepLR and no scheduler of that optimizer",
+        "returned a StepLR, not a scheduler of that optimizer",
     ),
     "a string": ("cosine", "get_optimizers_schedulers returned a str among the schedulers"),
     "a string in a config": (SchedulerConfig("cosine"), "returned a str among the schedulers"),

@@ -181,7 +181,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "TOTAL_STEPS has no value before the run's plan",
     ),
     "an unknown name": (lambda o: schedulers.build_scheduler("warmup_cosin")(o), "Did you mean 'warmup_cosine'"),
-    "nothing like a name": (lambda o: schedulers.build_scheduler("xx")(o), "no scheduler is called 'xx'. There are"),
+    "nothing like a name": (lambda o: schedulers.build_scheduler("xx")(o), "there is no scheduler 'xx'. There are"),
 }
 
 

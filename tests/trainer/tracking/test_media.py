@@ -184,7 +184,7 @@ def test_the_trainer_logs_within_training_only(tmp_path: Path, caplog: pytest.Lo
     assert ("text", "end", "all", 6) in keeps.calls
     assert ("artifact", "notes.txt", "notes.txt", "file") in keeps.calls
     for call in (lambda: trainer.log_text("late", "x"), lambda: trainer.log_artifact(tmp_path / "notes.txt")):
-        with pytest.raises(ts.ConfigurationError, match="no training is under way"):
+        with pytest.raises(ts.ConfigurationError, match="no training is running"):
             call()
 
 
@@ -223,7 +223,7 @@ def test_a_module_alone_keeps_what_it_logs(caplog: pytest.LogCaptureFixture) -> 
     module.log_text("note", "hello")
     assert module.logged == {"loss": 0.25, "note": "hello"}
     assert [message for message in caplog.messages if "no Trainer runs it" in message] == [
-        "Logs logs 'loss' and no Trainer runs it: what it logs is kept in module.logged."
+        "Logs logs 'loss' and no Trainer runs it: the values are kept in module.logged."
     ]
     with pytest.raises(ts.ConfigurationError, match="give a number"):
         module.log("loss", "high")

@@ -19,16 +19,16 @@ from trainstack.trainer.events import Callback
 
 
 def default_callbacks() -> list[Callback]:
-    """What is useful in most runs and costs a step nothing: throughput, memory, and a moving average of the loss.
+    """Return the default callbacks: monitors of throughput and memory, and a moving average of the loss.
 
-    Placing the module, refusing what is not finite, progress, logs and checkpoints are parts of every run, and have
-    arguments of their own.
+    They are useful in most runs and add no measurable time to a step. Placement of the module, checks for inf and nan,
+    progress, logs and checkpoints are parts of every run and have their own arguments.
     """
     return [ThroughputMonitor(), MemoryMonitor(), MovingAverage("train/loss")]
 
 
 def with_defaults(callbacks: Iterable[Any] | None) -> list[Any]:
-    """`callbacks` after the default ones, without those of which there is one of the same class."""
+    """Return the default callbacks followed by `callbacks`; a given callback replaces the default of its class."""
     given = list(callbacks or ())
     classes = {one if isinstance(one, type) else type(one) for one in given}
     return [*(one for one in default_callbacks() if type(one) not in classes), *given]

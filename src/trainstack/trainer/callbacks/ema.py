@@ -26,47 +26,44 @@ def _has_average(parameter: Tensor) -> bool:
     return (parameter.is_floating_point() or parameter.is_complex()) and not is_quantized_wrapper(parameter)
 
 
-def _check_number(name: str, number: object, least: int, more: str = "") -> None:
-    if type(number) is not int or number < least:
-        raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on{more}.")
-
-
 class EMA(Callback):
     """Averages the parameters over global steps: `average += (1 - decay) * (parameter - average)`.
 
     `EMA(None, every="epoch", start_epoch=n)` is stochastic weight averaging (Izmailov et al.: Averaging Weights Leads
     to Wider Optima and Better Generalization, 2018): the mean of the weights at the end of each epoch.
 
-    Evaluations see the averages; the trained weights themselves are not touched by that, so training gives the same
-    bits with and without it. Buffers, such as running statistics, are not averaged. Steps that moved nothing do not
-    count. A parameter that is added in training is averaged from the next epoch or evaluation on. The average lies
-    beside the weights in checkpoints, in float32 where parameters have 16 bits.
+    Evaluations use the averages. The trained weights do not change, so training gives the same bits with and without
+    this callback. Buffers, such as running statistics, are not averaged. Steps that changed no weights do not count. A
+    parameter that is added during training is averaged from the next epoch or evaluation. Checkpoints hold the averages
+    in addition to the weights, in float32 for parameters with 16 bits.
 
     Args:
-        decay: between 0 and 1; None for the mean of the weights at all updates.
-        warmup: begin with a lower decay, `(1 + n) / (10 + n)` at the n-th update, until that exceeds `decay`; otherwise
-            the first weights weigh too much in a short run.
-        start_step: averaging begins after so many global steps; until then the averages are the weights.
-        start_epoch: averaging begins after so many epochs.
-        every: update the average at each n-th of the steps that move the weights; "epoch" for the end of each epoch.
+        decay: factor between 0 and 1; None for the mean of the weights at all updates.
+        warmup: whether to use a lower decay at first, `(1 + n) / (10 + n)` at the n-th update, until it exceeds
+            `decay`. Otherwise the initial weights dominate the average in a short run.
+        start_step: number of global steps before averaging begins; until then the averages are the weights.
+        start_epoch: number of epochs before averaging begins.
+        every: steps that change weights between two updates of the average; "epoch" to update it after each epoch.
         evaluate: whether evaluations use the averages.
-        use_at_end: put them into the module when training ends, so that they are exported. If `train()` goes on later,
-            it does so from the weights trained last.
-        update_bn: called with the averages in the module when training ends, on each process. It computes statistics of
-            batch norms anew, such as `lambda: torch.optim.swa_utils.update_bn(loader, model)`, before the export.
+        use_at_end: whether to copy the averages into the module at the end of training, so that they are exported. A
+            later call of `train()` continues from the trained weights.
+        update_bn: function without arguments that recomputes the statistics of batch norms for the averages, such as
+            `lambda: torch.optim.swa_utils.update_bn(loader, model)`. Each process calls it at the end of training,
+            before the export.
 
     Attributes:
-        updates: how often the average was updated.
+        decay: factor of the average.
+        updates: number of updates of the average.
 
     Raises:
-        ConfigurationError: the arguments cannot be; when the module is made ready: a parameter has no shape yet, or
+        ConfigurationError: an argument is invalid; or, when the run is prepared: a parameter has no shape yet, or
             `update_bn` would read records of a private run.
     """
 
     decay: float | None
     updates: int
     copies_state = True
-    priority = 10  # what it puts into the module at the end, others may replace by something better
+    priority = 10  # above 0, so that callbacks such as BestCheckpoint run later and may replace its final weights
 
     def __init__(
         self,
@@ -86,14 +83,14 @@ class EMA(Callback):
             ("every", every, 1),
         ):
             if (type(number) is not int or number < least) and (name, number) != ("every", "epoch"):
-                more = " or 'epoch'" if name == "every" else ""
-                raise ConfigurationError(f"EMA({name}={number!r}): write a whole number from {least} on{more}.")
+                more = ", or 'epoch'" if name == "every" else ""
+                raise ConfigurationError(f"EMA({name}={number!r}): write a whole number, {least} or more{more}.")
         if decay is not None and not 0 < decay < 1:
             raise ConfigurationError(f"decay={decay!r}: write a number between 0 and 1, such as 0.999, or None.")
         if update_bn is not None and not (callable(update_bn) and use_at_end):
             raise ConfigurationError(
                 f"EMA(update_bn={update_bn!r}, use_at_end={use_at_end}): write a function without arguments, which is "
-                "called when the averages are in the module at the end, and use_at_end=True."
+                "called when the module has the averages at the end, and use_at_end=True."
             )
         self.decay, self.updates = decay, 0
         self._warmup, self._evaluate, self._use_at_end = warmup, evaluate, use_at_end
@@ -107,15 +104,15 @@ class EMA(Callback):
         self._fast_paths = True
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
-        """Begin with the weights as they are."""
+        """Initialize the averages with the current weights."""
         check_initialized(trainer.module.named_parameters(), "EMA")
         if self._update_bn is not None and trainer.trainer_backend.is_private:
-            raise ConfigurationError("EMA(update_bn=...) reads records of a private run without noise. Leave it out.")
+            raise ConfigurationError("EMA(update_bn=...) reads records of a private run without noise. Remove it.")
         self._fast_paths = fast_paths_enabled(trainer.args.fast_paths)
         self._refresh(trainer)
 
     def _refresh(self, trainer: AbstractTrainer) -> None:
-        """Take in parameters that came since, with the value that they have now, and forget those that are gone."""
+        """Add averages of new parameters, with their current values, and drop those of removed parameters."""
         named = {n: p for n, p in trainer.module.named_parameters() if _has_average(p)}
         known = dict(zip(self._names, zip(self._parameters, self._averages, strict=True), strict=True))
         averages = []
@@ -130,7 +127,7 @@ class EMA(Callback):
         self._names, self._parameters, self._averages = list(named), list(named.values()), averages
 
     def on_train_epoch_begin(self, trainer: AbstractTrainer) -> None:
-        """Average the parameters that the module has now."""
+        """Add averages of parameters that were added to the module."""
         self._refresh(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
@@ -138,7 +135,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_train_step_end(self, trainer: AbstractTrainer) -> None:
-        """Move the average, if the weights have moved."""
+        """Update the averages, if the step changed the weights."""
         moved = trainer.state.global_step - trainer.state.skipped_steps
         if moved == self._moved:
             return
@@ -151,7 +148,7 @@ class EMA(Callback):
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: AbstractTrainer) -> None:
-        """Move the average where it is that of epochs."""
+        """Update the averages, if `every` is "epoch"."""
         if self._every == "epoch" and not self._is_early(trainer):
             self._update()
 
@@ -167,16 +164,16 @@ class EMA(Callback):
         self._move(1 - decay)
 
     def _move(self, weight: float, count: int = 1) -> None:
-        """Bring the averages nearer to the parameters; for a mean the way is divided by `count`."""
+        """Move the averages towards the parameters by `weight`; for a mean, by `1 / count`."""
         now = [p.detach().to(a.dtype) for p, a in zip(self._parameters, self._averages, strict=True)]
         if count == 1:
             fast_lerp(self._averages, now, weight, enabled=self._fast_paths)
             return
         for average, new in zip(self._averages, now, strict=True):
-            average += (new - average) / count  # not lerp: these are the bits of torch's AveragedModel on the CPU
+            average += (new - average) / count  # not lerp: gives the bits of torch's AveragedModel on the CPU
 
     def evaluation_context(self, trainer: AbstractTrainer) -> AbstractContextManager[None] | None:
-        """The averages in the module, unless something else was put there at the end of training."""
+        """Return a context manager with the averages in the module, unless training has ended with other weights."""
         if not self._evaluate or trainer.keeps_trained_weights:
             return None
         self._refresh(trainer)
@@ -184,7 +181,7 @@ class EMA(Callback):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A block in which the module's parameters are the averages. Do not train in it."""
+        """Context manager in which the module's parameters are the averages. Do not train inside it."""
         trained = [kept_values(p) for p in self._parameters]
         try:
             for parameter, average in zip(self._parameters, self._averages, strict=True):
@@ -195,18 +192,18 @@ class EMA(Callback):
                 set_values(parameter, data)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
-        """Put the averages into the module, unless the run is to go on."""
+        """Copy the averages into the module, unless the run will be resumed."""
         if self._use_at_end and status in ("finished", "stopped"):
             self._refresh(trainer)
             trainer.keep_trained_weights()
             for parameter, average in zip(self._parameters, self._averages, strict=True):
                 parameter.data.copy_(average)
             if self._update_bn is not None:
-                with isolated_rng(mix(trainer.args.seed), trainer.device):  # the same draws on all ranks
+                with isolated_rng(mix(trainer.args.seed), trainer.device):  # the same random numbers on all ranks
                     self._update_bn()
 
     def get_state(self) -> dict[str, Any]:
-        """The averages by name, without those that are the values of frozen parameters, and the number of updates."""
+        """Return the averages by name and the number of updates; frozen parameters that equal their average by name."""
         averages, frozen = {}, []
         for name, p, average in zip(self._names, self._parameters, self._averages, strict=True):
             if not p.requires_grad and torch.equal(p.detach().to(average.dtype), average):
@@ -216,7 +213,7 @@ class EMA(Callback):
         return {"updates": self.updates, "averages": averages} | ({"frozen": frozen} if frozen else {})
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned.
+        """Restore the state from `get_state`.
 
         Raises:
             CheckpointMismatchError: the module has other parameters.
@@ -226,10 +223,10 @@ class EMA(Callback):
         own = dict(zip(self._names, self._averages, strict=True))
         if any(name not in saved or saved[name].shape != average.shape for name, average in own.items()):
             raise CheckpointMismatchError(
-                "the checkpoint's moving averages are of other parameters than the module has. Train the same module, "
-                "or leave out what EMA has kept: give it another state_key."
+                "the moving averages in the checkpoint belong to other parameters than those of the module. Train the "
+                "same module, or start with new averages: give EMA another state_key."
             )
         self.updates = int(state["updates"])
         for name, average in own.items():
             copy_values(average, saved.pop(name))
-        self._unclaimed = {name: one.clone() for name, one in saved.items()}  # of parameters that a hook adds later
+        self._unclaimed = {name: one.clone() for name, one in saved.items()}  # for parameters that a hook adds later

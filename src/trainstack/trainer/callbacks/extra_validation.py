@@ -1,4 +1,4 @@
-"""`ExtraValidation` validates on more data at an interval."""
+"""`ExtraValidation` validates on additional data at an interval."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainstack.trainer.events import Callback
 
 
 class ExtraValidation(Callback):
-    """Validates on further loaders at the end of epochs: every n-th, or those that brought a better value.
+    """Validates on additional loaders at the end of each n-th epoch, or only after improvements of a metric.
 
-    It is a validation like that of `get_val_dataloaders`: `val_step` and `on_end_val_epoch(key=name)` are called, and
-    the loss is recorded as `val/<name>/loss`.
+    The validation equals that of `get_val_dataloaders`: it calls `val_step` and `on_end_val_epoch(key=name)`, and
+    records the loss as `val/<name>/loss`.
 
     Args:
-        dataloaders: a dict of loaders by name.
-        every_n_epochs: 1 for each epoch.
-        when_improved: a metric by its exact name, or a function of all that was measured; the loaders are
-            then used at the end of epochs in which it was the best so far.
-        mode: of `when_improved`: "min", "max", or "auto" for what the metric's name tells.
+        dataloaders: loaders by name.
+        every_n_epochs: interval in epochs.
+        when_improved: exact name of a metric, or function of all measured values. If given, the loaders are used only
+            after an epoch in which this value was the best so far.
+        mode: mode of `when_improved`: "min", "max", or "auto" to derive it from the metric's name.
 
     Raises:
-        ConfigurationError: an argument cannot be.
+        ConfigurationError: an argument is invalid.
     """
 
     def __init__(
@@ -40,22 +40,22 @@ class ExtraValidation(Callback):
         if not isinstance(dataloaders, Mapping) or not dataloaders:
             raise ConfigurationError("ExtraValidation: write a dict of loaders by name, {'shifted': loader}.")
         if not isinstance(every_n_epochs, int) or isinstance(every_n_epochs, bool) or every_n_epochs < 1:
-            raise ConfigurationError(f"every_n_epochs={every_n_epochs!r}: write a whole number from 1 on.")
+            raise ConfigurationError(f"every_n_epochs={every_n_epochs!r}: write a whole number, 1 or more.")
         self._loaders = named_loaders(dict(dataloaders), "the maker of ExtraValidation")
         self._every = every_n_epochs
         self._best_value = None if when_improved is None else BestValue(when_improved, mode)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Refuse a metric that must not decide, before the first step.
+        """Check the metric before the first step.
 
         Raises:
-            PrivacyError: a private run computes it from records without noise.
+            PrivacyError: a private run computes the metric from records without noise.
         """
         if self._best_value is not None:
             self._best_value.check(trainer, "ExtraValidation")
 
     def on_epoch_end(self, trainer: AbstractTrainer, epoch: int) -> None:
-        """Validate, if it is time."""
+        """Validate, if it is due."""
         due = (epoch + 1) % self._every == 0
         if self._best_value is not None:
             measured = trainer.history.values_at(trainer.state.global_step)
@@ -64,7 +64,7 @@ class ExtraValidation(Callback):
             trainer.validate(self._loaders, log=True, keep_outputs=False)
 
     def get_state(self) -> dict[str, Any]:
-        """The best value so far."""
+        """Return the best value so far."""
         return {} if self._best_value is None else self._best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:

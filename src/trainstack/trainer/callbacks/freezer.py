@@ -15,44 +15,44 @@ from trainstack.trainer.module_checks import check_initialized
 
 
 class Freezer(Callback):
-    """Leaves parameters as they are, for good or until an epoch begins. Give several for several groups.
+    """Freezes parameters permanently or until an epoch. Use one `Freezer` for each group with its own epoch.
 
-    They need no gradients meanwhile, which saves time and memory, and optimizers pass over them: no weight decay, no
+    Frozen parameters need no gradients, which saves time and memory. Optimizers skip them: no weight decay and no
     momentum.
 
     Args:
-        names: of parameters or submodules, as `named_parameters()` tells them ("net.0", "encoder.layer.1.weight"), or
-            patterns of these ("encoder.layer.[0-5]").
-        until_epoch: the epoch, counted from 0, that trains them; None for never.
-        running_statistics: whether batch norms in there leave their running statistics alone as well (they are put
-            into evaluation mode).
+        *names: names of parameters or submodules as in `named_parameters()` ("net.0", "encoder.layer.1.weight"), or
+            patterns ("encoder.layer.[0-5]").
+        until_epoch: first epoch, counted from 0, that trains the parameters; None for never.
+        running_statistics: whether batch norms among them keep their running statistics too: they are put into
+            evaluation mode.
 
     Raises:
-        ConfigurationError: nothing is named; when the module is made ready: a name fits nothing, or the backend is
+        ConfigurationError: no name is given; or, when the run is prepared: a name matches no parameter, the backend is
             private, or a parameter has no shape yet.
     """
 
     def __init__(self, *names: str, until_epoch: int | None = None, running_statistics: bool = True) -> None:
         if not names or not all(isinstance(name, str) for name in names):
-            raise ConfigurationError(f"Freezer{names!r}: name parameters or submodules, Freezer('encoder').")
+            raise ConfigurationError(f"Freezer{names!r}: write names of parameters or submodules, Freezer('encoder').")
         self._names, self._until, self._norms_too = names, until_epoch, running_statistics
         self._parameters: list[nn.Parameter] = []
         self._norms: list[nn.Module] = []
         self._frozen = False
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
-        """Find the parameters."""
+        """Find the parameters and check the names."""
         if trainer.trainer_backend.is_private:
             raise ConfigurationError(
-                "Freezer cannot change what a private run trains. Freeze for good in the module instead: "
-                "requires_grad_(False) before it is given to the trainer."
+                "Freezer cannot change the trainable parameters of a private run. Freeze them in the module instead: "
+                "call requires_grad_(False) before the trainer gets the module."
             )
         named = {name: p for name, p in trainer.module.named_parameters() if p.requires_grad}
         for pattern in self._names:
             if not any(_fits(name, pattern) for name in named):
-                known = ", ".join(list(named)[:8])
+                known = ", ".join(list(named)[:8])  # 8: a line or two of the message
                 raise ConfigurationError(
-                    f"Freezer({pattern!r}): no trainable parameter is called so. There are {known}"
+                    f"Freezer({pattern!r}): no trainable parameter has such a name. There are {known}"
                 )
         chosen = {name: p for name, p in named.items() if any(_fits(name, n) for n in self._names)}
         check_initialized(chosen.items(), "Freezer")
@@ -62,7 +62,7 @@ class Freezer(Callback):
             self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]
 
     def on_train_epoch_begin(self, trainer: AbstractTrainer, epoch: int) -> None:
-        """Freeze or thaw."""
+        """Freeze or unfreeze the parameters, if it is due."""
         freeze = self._until is None or epoch < self._until
         if freeze:
             for norm in self._norms:
@@ -78,11 +78,11 @@ class Freezer(Callback):
             trainer.unfreeze(self._parameters)
 
     def get_state(self) -> dict[str, Any]:
-        """Whether the parameters are frozen."""
+        """Return whether the parameters are frozen."""
         return {"frozen": self._frozen}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned; the checkpoint has the parameters' own flags."""
+        """Restore the state from `get_state`; the checkpoint holds `requires_grad` of the parameters separately."""
         self._frozen = state.get("frozen", False)
 
 

@@ -18,16 +18,22 @@ MonitoredValue = str | Callable[[Mapping[str, float]], float | None]
 
 
 class BestValue:
-    """Remembers the best value of a metric; the arguments are those of `BestCheckpoint`.
+    """Tracks the best value of a metric.
+
+    Args:
+        monitor: see `BestCheckpoint`.
+        mode: see `BestCheckpoint`.
+        min_delta: smallest improvement that counts.
+        min_delta_mode: "abs", or "rel" for a `min_delta` that is a fraction of the best value.
 
     Attributes:
-        best: the best value so far; None before the first.
-        best_step: the global step it belongs to.
-        updated_at: the last global step that had a value.
-        last: that value; None before the first.
+        best: the best value so far; None before the first value.
+        best_step: global step of the best value; -1 before the first value.
+        updated_at: last global step with a value; -1 before the first value.
+        last: value at this step; None before the first value.
 
     Raises:
-        ConfigurationError: the mode cannot be told, `min_delta` is negative, or `min_delta_mode` is unknown.
+        ConfigurationError: the mode is ambiguous, `min_delta` is negative, or `min_delta_mode` is unknown.
     """
 
     best_step: int
@@ -41,12 +47,12 @@ class BestValue:
         min_delta_mode: str = "abs",
     ) -> None:
         if not min_delta >= 0:
-            raise ConfigurationError(f"min_delta={min_delta!r}: write a number from 0 on.")
+            raise ConfigurationError(f"min_delta={min_delta!r}: write a number, 0 or more.")
         if min_delta_mode not in ("abs", "rel"):
             raise ConfigurationError(f"min_delta_mode={min_delta_mode!r}: write 'abs' or 'rel'.")
         self._is_relative = min_delta_mode == "rel"
         if callable(monitor) and mode not in ("min", "max"):
-            raise ConfigurationError("monitor is a function, which does not tell its mode. Write mode='min' or 'max'.")
+            raise ConfigurationError("monitor is a function, which has no default mode. Write mode='min' or 'max'.")
         self._function = monitor if callable(monitor) else None
         self._mode, self._min_delta = mode, min_delta
         self._monitor = None if monitor is None else Monitor.of(str(getattr(monitor, "__name__", monitor)), mode)
@@ -55,27 +61,27 @@ class BestValue:
         self.best_step = self.updated_at = -1
 
     def of(self, trainer: AbstractTrainer) -> Monitor:
-        """What is watched."""
+        """Return the monitored metric and its mode."""
         if self._monitor is None:
             default = trainer.args.placed_checkpointer_args.monitored  # also by `TrainerArguments.monitor`
             self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
         return self._monitor
 
     def check(self, trainer: AbstractTrainer, who: str) -> None:
-        """Refuse that `who` decides by a metric that a private run has computed from records without noise.
+        """Check that a private run has not computed the metric from records without noise; `who` uses the metric.
 
-        A function gets public and covered values only, so nothing is refused.
+        A function gets only public values and values with noise, so it is always allowed.
 
         Raises:
-            PrivacyError: it does.
+            PrivacyError: the metric is computed from records without noise.
         """
         if self._function is None:
             trainer.history.require_usable(self.of(trainer).name, who)
 
     def improved(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> bool | None:
-        """Whether `results` hold a new best value; None if they hold none, or one that was judged at this step already.
+        """Return whether `results` hold a new best value; None if they hold none or the step was already judged.
 
-        What the main process has measured decides. A value that is inf or nan is never the best.
+        The value on the main process decides. Inf and nan are never the best value. Collective.
 
         Raises:
             PrivacyError: a private run has computed the value from records without noise.
@@ -101,7 +107,7 @@ class BestValue:
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return the best value and the steps."""
         return {"best": self.best, "best_step": self.best_step, "judged_at": self.updated_at}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -110,41 +116,41 @@ class BestValue:
 
 
 class MonitorCallback(Callback):
-    """A callback that acts on a monitored value, after validations or, if there are none, at the end of epochs.
+    """Base class of callbacks that act on a monitored value, after validations, or without these, after epochs.
 
     Attributes:
-        best_value: remembers the best value.
+        best_value: tracks the best value.
     """
 
-    expects_all_events = False  # what matters is that the value comes
+    expects_all_events = False  # a value may come with either event, so one that never occurs is not a mistake
 
     def __init__(self, best_value: BestValue) -> None:
         self.best_value = best_value
         self._validated = False
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
-        """A value has come; `improved` says whether it is the best so far."""
+        """Called with each new value; `improved` is True for the best value so far."""
         raise NotImplementedError
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Refuse a metric that must not decide, before the first step.
+        """Check the metric before the first step.
 
         Raises:
-            PrivacyError: a private run computes it from records without noise.
+            PrivacyError: a private run computes the metric from records without noise.
         """
         self.best_value.check(trainer, type(self).__name__)
 
     def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
-        """Judge what was measured, if the validation is part of a training."""
+        """Use the results, if the validation is a part of training."""
         if trainer.is_training:
             self._validated = True
             self._update(trainer, results)
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:
-        """Judge what was measured without a validation.
+        """Use the values that were measured without a validation.
 
         Raises:
-            ConfigurationError: a validation did not bring the metric, nor has anything else.
+            ConfigurationError: neither a validation nor another source has measured the metric.
         """
         self._update(trainer, trainer.history.values_at(trainer.state.global_step))
         if self._validated and self.best_value.updated_at < 0:
@@ -155,7 +161,7 @@ class MonitorCallback(Callback):
             )
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
-        """Say if no value has ever come."""
+        """Warn if no value was ever measured."""
         if status == "finished" and self.best_value.updated_at < 0 and trainer.is_main_process:
             RunLogger(trainer.args.log_level).warning(self._never_measured_message(trainer))
 
@@ -166,10 +172,10 @@ class MonitorCallback(Callback):
 
     def _never_measured_message(self, trainer: AbstractTrainer) -> str:
         name = self.best_value.of(trainer).name
-        return f"{type(self).__name__} watches {name!r}, which never came. {trainer.history.hint_for(name)}"
+        return f"{type(self).__name__} monitors {name!r}, which was never recorded. {trainer.history.hint_for(name)}"
 
     def get_state(self) -> dict[str, Any]:
-        """The best value and when it came."""
+        """Return the best value and its step."""
         return self.best_value.get_state()
 
     def update_state(self, state: Mapping[str, Any]) -> None:
@@ -177,24 +183,24 @@ class MonitorCallback(Callback):
 
 
 class BestCheckpoint(MonitorCallback):
-    """Exports the weights whenever a monitored value is the best so far, and puts them into the module at the end.
+    """Exports the weights at each best value of a metric, and loads the best weights at the end of training.
 
-    What is exported are the weights that were evaluated: the averaged ones, where `EMA` evaluates those. The folder is
-    an export like any other: `init_weights_from` reads it. To go on training from the best state, keep checkpoints
-    with `keep_best` and write `resume="best"`.
+    The exported weights are those that were evaluated: the averages, if `EMA` evaluates these. `init_weights_from`
+    reads the folder like any export. To continue training from the best state, keep checkpoints with `keep_best` and
+    write `resume="best"`.
 
     Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
-            `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
-        mode: "min", "max", or "auto" for what the metric's name tells.
-        path: of the folder; `best` in `trainer.output_dir` if None. An export there is replaced, also that of
-            another run: write another path for each run.
-        load_best_at_end: after the last checkpoint is saved and before the model is exported. If `train()` goes on
-            later, it does so from the weights trained last.
-        min_delta: by how much a value must be better to count.
+        monitor: exact name of a metric, or function of all measured values that returns a number or None. None for the
+            run's monitor: `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
+        mode: "min", "max", or "auto" to derive it from the metric's name.
+        path: folder of the export; None for `best` in `trainer.output_dir`. An existing export there is replaced, even
+            one of another run: write another path for each run.
+        load_best_at_end: whether to load the best weights after the last checkpoint and before the model is exported. A
+            later call of `train()` continues from the weights trained last.
+        min_delta: smallest improvement that counts.
 
     Raises:
-        ConfigurationError: the mode cannot be told.
+        ConfigurationError: the mode is ambiguous.
     """
 
     writes_files = True
@@ -212,17 +218,17 @@ class BestCheckpoint(MonitorCallback):
         self._path, self._load_best_at_end = path, load_best_at_end
 
     def path_of(self, trainer: AbstractTrainer) -> Path:
-        """The folder with the best weights of `trainer`."""
+        """Return the folder with the best weights of `trainer`."""
         return trainer.output_dir / "best" if self._path is None else Path(self._path)
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
-        """Export what is better than all before."""
+        """Export the weights, if the value is the best so far."""
         if improved:
             with trainer.evaluation_context():
                 trainer.export(self.path_of(trainer), overwrite=True)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
-        """Load the best weights, unless the run is to go on."""
+        """Load the best weights, unless the run will be resumed."""
         super().on_train_end(trainer, status)
         if self._load_best_at_end and self.best_value.best is not None and status in ("finished", "stopped"):
             trainer.keep_trained_weights()
@@ -230,27 +236,28 @@ class BestCheckpoint(MonitorCallback):
 
 
 class EarlyStopping(MonitorCallback):
-    """Stops the training once a monitored value has not become better for `patience` validations in a row.
+    """Stops training if a monitored value has not improved for `patience` consecutive validations.
 
-    It is as if `trainer.request_stop` had been called: the last checkpoint is saved and the model exported. How long
-    it has waited is saved, so an interruption changes nothing; a run that it has ended ends again when it is resumed.
+    It calls `trainer.request_stop`: the last checkpoint is saved and the model exported. Checkpoints hold the count, so
+    an interruption changes nothing. A run that was stopped stops again when it is resumed.
 
     Args:
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run:
-            `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
-        mode: "min", "max", or "auto" for what the metric's name tells.
-        patience: validations without a better value; 1 or more. Without validation data epochs are counted.
-        min_delta: by how much a value must be better to count.
+        monitor: exact name of a metric, or function of all measured values that returns a number or None. None for the
+            run's monitor: `args.monitor`, or that of `args.checkpointer_args` ("val/loss" by default).
+        mode: "min", "max", or "auto" to derive it from the metric's name.
+        patience: validations without an improvement, 1 or more; without validation data, epochs.
+        min_delta: smallest improvement that counts.
         min_delta_mode: `"abs"`, or `"rel"` for a `min_delta` that is a fraction of the best value.
-        stopping_threshold: stop as soon as the value is as good as this.
+        stopping_threshold: stop as soon as the value is as good as this or better.
         divergence_threshold: stop as soon as the value is worse than this.
-        check_finite: stop as soon as the value is inf or nan. With False such a value is one that is not better.
+        check_finite: whether to stop as soon as the value is inf or nan; with False such a value does not count as an improvement.
 
     Attributes:
-        waited: validations since the best one.
+        patience: validations without an improvement.
+        waited: validations since the best value.
 
     Raises:
-        ConfigurationError: an argument cannot be.
+        ConfigurationError: an argument is invalid.
     """
 
     patience: int
@@ -269,14 +276,14 @@ class EarlyStopping(MonitorCallback):
         check_finite: bool = True,
     ) -> None:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ConfigurationError(f"patience={patience!r}: write a whole number from 1 on.")
+            raise ConfigurationError(f"patience={patience!r}: write a whole number, 1 or more.")
         super().__init__(BestValue(monitor, mode, min_delta, min_delta_mode))
         self.patience, self.waited, self._check_finite = patience, 0, check_finite
         self._good_enough, self._too_bad = stopping_threshold, divergence_threshold
         self._diverged_to: str | None = None
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
-        """Count, and stop if it has been too many, or the value is not finite."""
+        """Update the count, and stop if it reaches `patience` or the value passes a threshold or is not finite."""
         self.waited = 0 if improved else self.waited + 1
         value = self.best_value.last
         if self._check_finite and value is not None and not math.isfinite(value):
@@ -292,7 +299,7 @@ class EarlyStopping(MonitorCallback):
         self._stop_if_due(trainer)
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Stop again what was stopped before."""
+        """Stop again, if a resumed run was already stopped."""
         super().on_train_begin(trainer)
         self._stop_if_due(trainer)
 
@@ -302,12 +309,12 @@ class EarlyStopping(MonitorCallback):
         elif self.waited >= self.patience:
             best = "none" if self.best_value.best is None else f"{self.best_value.best:.6g}"
             trainer.request_stop(
-                f"{self.best_value.of(trainer).name} has not become better for {self.waited} validations "
+                f"{self.best_value.of(trainer).name} has not improved for {self.waited} validations "
                 f"(best: {best}, at step {self.best_value.best_step})"
             )
 
     def get_state(self) -> dict[str, Any]:
-        """What it has seen and how long it has waited."""
+        """Return the best value, the count and the reason of a stop."""
         return {**super().get_state(), "waited": self.waited, "diverged_to": self._diverged_to}
 
     def update_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that log learning rates, gradient norms, memory and moving averages."""
+"""Callbacks that record learning rates, gradient norms, memory and moving averages."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from trainstack.trainer.tracking.provenance import Provenance
 def record(
     trainer: AbstractTrainer, name: str, value: float | Tensor, provenance: Provenance = Provenance.PUBLIC
 ) -> None:
-    """Record `value` at the step that `trainer` has just finished; a tensor is read at the log point."""
+    """Record `value` at the last finished step of `trainer`; a tensor is read at the next log point."""
     state = trainer.state
     trainer.history.update_metric(name, value, step=state.global_step, epoch=state.epoch, provenance=provenance)
 
 
 class LRMonitor(Callback):
-    """Records what schedules change, as each global step used it; the trainer itself records `lr` at log points only.
+    """Records the scheduled values that each global step used. The trainer records `lr` only at log points.
 
-    Names are `schedule/lr/<group>`, with the optimizer's number in front of the group where there are several; a
-    group is called as its key "name" says, or by its number.
+    The names are `schedule/lr/<group>`. The group is the value of its key "name", or its number. With several
+    optimizers, the number of the optimizer precedes the group.
 
     Args:
-        every: global steps between two records.
-        momentum: record `schedule/momentum/<group>` as well (the first beta of Adam and its like).
-        weight_decay: record `schedule/weight_decay/<group>` as well.
+        every: interval in global steps.
+        momentum: whether to record `schedule/momentum/<group>` too; for Adam this is the first beta.
+        weight_decay: whether to record `schedule/weight_decay/<group>` too.
 
     Raises:
-        ConfigurationError: `every` is no whole number from 1 on.
+        ConfigurationError: `every` is not a whole number above 0.
     """
 
     def __init__(self, every: int = 1, *, momentum: bool = False, weight_decay: bool = False) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ConfigurationError(f"every={every!r}: write a whole number from 1 on.")
+            raise ConfigurationError(f"every={every!r}: write a whole number, 1 or more.")
         self._every, self._momentum, self._weight_decay = every, momentum, weight_decay
         self._used: dict[str, float | Tensor] | None = None
 
@@ -53,7 +53,8 @@ class LRMonitor(Callback):
         if step % self._every:
             return
         used, self._used = self._used, None
-        for name, value in (self._values(trainer) if used is None else used).items():  # a step may be left out
+        # Without an optimizer step (a skipped step) there are no used values: record the current ones.
+        for name, value in (self._values(trainer) if used is None else used).items():
             record(trainer, name, value)
 
     def _values(self, trainer: AbstractTrainer) -> dict[str, float | Tensor]:
@@ -75,30 +76,31 @@ class LRMonitor(Callback):
 
 
 class GradNormMonitor(Callback):
-    """Records the norms of the gradients of submodules at log points, as `grad_norm/<name>`, after clipping.
+    """Records the gradient norms of submodules at log points, as `grad_norm/<name>`, after clipping.
 
-    The norm over all, before clipping, is in `train/grad_norm` without it.
+    They are L2 norms. The trainer records the norm over all parameters before clipping as `train/grad_norm`.
 
     Args:
-        depth: how many parts of a parameter's name tell its submodule: 1 for "encoder", 2 for "encoder.layer".
+        depth: number of parts of a parameter's name that identify its submodule: 1 for "encoder", 2 for
+            "encoder.layer".
 
     Raises:
-        ConfigurationError: the depth cannot be; when the module is made ready: the backend is private.
+        ConfigurationError: the depth is invalid; or, when the run is prepared: the backend is private.
     """
 
     def __init__(self, depth: int = 1) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
-            raise ConfigurationError(f"depth={depth!r}: write a whole number from 1 on.")
+            raise ConfigurationError(f"depth={depth!r}: write a whole number, 1 or more.")
         self._depth = depth
         self._norms: dict[str, Tensor] = {}
 
     def on_ready(self, trainer: AbstractTrainer) -> None:
-        """Refuse to tell what is secret."""
+        """Check that the run is not private, because gradients without noise must not leave it."""
         if trainer.trainer_backend.is_private:
-            raise ConfigurationError("GradNormMonitor would tell gradients of a private run. Leave it out.")
+            raise ConfigurationError("GradNormMonitor would reveal gradients of a private run. Remove it.")
 
     def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
-        """Compute the norms, where a log point follows; nothing is read."""
+        """Compute the norms, if the next step is a log point. The device is not read."""
         if trainer.next_log_step > trainer.state.global_step + 1:
             return
         groups: dict[str, list[Tensor]] = {}
@@ -117,13 +119,13 @@ class GradNormMonitor(Callback):
 class MemoryMonitor(Callback):
     """Records memory in GiB at log points.
 
-    `memory/host_peak` is the largest resident size of this process so far (not on Windows). On CUDA there are also
-    `memory/allocated`, `memory/reserved` and, since the log point before, `memory/peak`. The main process records its
-    own only.
+    `memory/host_peak` is the peak resident memory of this process (not on Windows). On CUDA it also records
+    `memory/allocated`, `memory/reserved` and `memory/peak`, the peak since the last log point. Only the memory of the
+    main process is recorded.
     """
 
     def on_log(self, trainer: AbstractTrainer) -> None:
-        """Record; these are counters of the host."""
+        """Record the memory; reading these counters does not synchronize with the device."""
         peak = host_peak_gib()
         if peak is not None:
             record(trainer, "memory/host_peak", peak, Provenance.MACHINE)
@@ -136,18 +138,18 @@ class MemoryMonitor(Callback):
 
 
 class MovingAverage(Callback):
-    """Records exponential moving averages of metrics, as `<name>_ema`, over the whole run.
+    """Records exponential moving averages of metrics over the whole run, as `<name>_ema`.
 
-    Each value moves the average by `1 - decay` of the way. What that makes of the first values is corrected for: the
-    average is that of the values seen, the newest with weight 1, the one before with `decay`, and so on. Averages are
-    recorded at log points, and after epochs for what is measured there.
+    Each value moves the average by `1 - decay` of the difference. The average has bias correction, as in Adam (Kingma,
+    Ba: Adam, 2015): it is the mean of all values with weights 1 for the newest, `decay` for the previous one, and so
+    on. It is recorded at log points, and after epochs for metrics that are measured there.
 
     Args:
-        *names: of metrics; "train/loss" if none is given. One that never comes is never averaged.
-        decay: from 0 on and below 1.
+        *names: names of metrics; "train/loss" if none is given. A name that is never recorded is ignored.
+        decay: factor, at least 0 and below 1.
 
     Raises:
-        ConfigurationError: an argument cannot be.
+        ConfigurationError: an argument is invalid.
     """
 
     expects_all_events = False
@@ -156,13 +158,13 @@ class MovingAverage(Callback):
         if not all(isinstance(name, str) and name for name in names):
             raise ConfigurationError(f"MovingAverage{names!r}: write names of metrics, such as 'train/loss'.")
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise ConfigurationError(f"decay={decay!r}: write a number from 0 on and below 1, such as 0.9.")
+            raise ConfigurationError(f"decay={decay!r}: write a number of at least 0 and below 1, such as 0.9.")
         self._decay = float(decay)
         self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in names or ("train/loss",)}
         self._seen = dict.fromkeys(self._sums, 0)
 
     def on_log(self, trainer: AbstractTrainer) -> None:
-        """Take in what is new."""
+        """Add the new values."""
         known = trainer.history.get_metric_names()
         for name, sums in self._sums.items():
             new = trainer.history.records(name, self._seen[name]) if name in known else []
@@ -174,15 +176,15 @@ class MovingAverage(Callback):
                 record(trainer, f"{name}_ema", sums[0] / sums[1], trainer.history.provenance_of(name))
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:
-        """Take in what validations and epochs have measured."""
+        """Add the values of validations and epochs."""
         self.on_log(trainer)
 
     def get_state(self) -> dict[str, Any]:
-        """The sums, and how many values are in them."""
+        """Return the weighted sums and the numbers of values in them."""
         return {"sums": {name: list(sums) for name, sums in self._sums.items()}, "seen": dict(self._seen)}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned, as far as it is about the same metrics."""
+        """Restore the state from `get_state` for the metrics that are averaged here."""
         for name in self._sums:
             if name in state["sums"]:
                 self._sums[name], self._seen[name] = list(state["sums"][name]), int(state["seen"][name])

@@ -1,4 +1,4 @@
-"""`Profiler` writes a trace of a few steps."""
+"""`Profiler` writes a trace of a few global steps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainstack.trainer.events import Callback
 
 
 class Profiler(Callback):
-    """Writes a trace of `steps` global steps, `rank<r>_step<s>.json`, which chrome://tracing and Perfetto show.
+    """Writes a trace of `steps` global steps, `rank<r>_step<s>.json`, for chrome://tracing or Perfetto.
 
-    Steps are counted from where `train()` begins. The step before them is traced and thrown away, as torch advises.
-    The rest of the training runs without a profiler.
+    Steps count from the start of `train()`. The step before the first one is traced too and discarded, as torch advises
+    for warm-up. The rest of the training runs without a profiler.
 
     Args:
-        first_step: the first step of the trace; 3 or more.
-        steps: how many.
-        path: of the folder; `profile` in `trainer.log_dir` if None.
-        all_processes: trace each process; otherwise the main one.
-        with_stack: keep the Python stack of each operation.
-        with_memory: follow the memory that operations take.
+        first_step: first step of the trace; 3 or more.
+        steps: number of steps.
+        path: folder for the traces; None for `profile` in `trainer.log_dir`.
+        all_processes: whether to trace all processes, not only the main one.
+        with_stack: whether to record the Python stack of each operation.
+        with_memory: whether to record the memory that operations allocate and free.
 
     Raises:
-        ConfigurationError: a number cannot be.
+        ConfigurationError: a number is out of range.
     """
 
     writes_files = True
@@ -43,9 +43,10 @@ class Profiler(Callback):
         with_stack: bool = False,
         with_memory: bool = False,
     ) -> None:
+        # 3: the profiler starts at the end of a step, and the step before the first one is its warm-up.
         for name, number, least in (("first_step", first_step, 3), ("steps", steps, 1)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
-                raise ConfigurationError(f"{name}={number!r}: write a whole number from {least} on.")
+                raise ConfigurationError(f"{name}={number!r}: write a whole number, {least} or more.")
         self._first, self._steps, self._path, self._all = first_step, steps, path, all_processes
         self._with_stack, self._with_memory = with_stack, with_memory
         self._profile: profile | None = None
@@ -64,7 +65,7 @@ class Profiler(Callback):
             self._start(trainer)
 
     def on_train_end(self) -> None:
-        """End the trace, also where the training was over before it."""
+        """End the trace, also if training ends before it is complete."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

@@ -1,4 +1,4 @@
-"""`RayReport` reports metrics and checkpoints to Ray Train or Ray Tune, and names the checkpoint to resume from.
+"""`RayReport` reports metrics and checkpoints to Ray Train or Ray Tune, and finds the checkpoint to resume from.
 
 Checked with Ray 2.60.
 """
@@ -21,17 +21,17 @@ from trainstack.trainer.events import Callback
 class RayReport(Callback):
     """Reports metrics and checkpoints to Ray Train or Ray Tune.
 
-    The metrics are those of the step, with `epoch` (from 0) and `global_step`. All workers report together, as Ray
-    Train asks for. Outside of Ray it does nothing.
+    The metrics are those of the current step, with `epoch` (from 0) and `global_step`. All workers report together, as
+    Ray Train requires. Outside of Ray this callback does nothing.
 
     Args:
-        checkpoint: what is reported with the metrics. `True`: an export of the evaluated weights, which
-            `init_weights_from` reads; after each validation, and after epochs without one. `False`: nothing, at the
+        checkpoint: content of the report in addition to the metrics. `True`: an export of the evaluated weights, which
+            `init_weights_from` reads, after each validation and after each epoch without one. `False`: nothing, at the
             same times. `"run"`: each checkpoint of the run once it is written, with the metrics of its step. A worker
-            that Ray starts again resumes from it, see `resume`.
+            that Ray restarts resumes from it, see `resume`.
 
     Raises:
-        ConfigurationError: `checkpoint` is something else.
+        ConfigurationError: `checkpoint` has another value.
         MissingExtraError: Ray is not installed.
     """
 
@@ -40,15 +40,15 @@ class RayReport(Callback):
             raise ConfigurationError(f"RayReport(checkpoint={checkpoint!r}): write True, False or 'run'.")
         _require_ray("callbacks.RayReport")
         self._checkpoint, self._reported_at = checkpoint, -1
-        self._due: dict[str, Any] | None = None  # metrics of the newest checkpoint, until that is reported
-        self._written: Path | None = None  # where it lies once it is written, on the main process
+        self._due: dict[str, Any] | None = None  # metrics of the newest checkpoint, until it is reported
+        self._written: Path | None = None  # path of this checkpoint once it is written; on the main process
 
     @staticmethod
     def resume() -> str:
-        """The value for `TrainerArguments(resume=...)`: Ray's newest checkpoint of this trial or run, else "auto".
+        """Return a value for `TrainerArguments(resume=...)`: Ray's newest checkpoint of this trial or run, or "auto".
 
-        Use it with `checkpoint="run"` where `output_dir` is not on storage that all nodes share. It copies the
-        checkpoint to a temporary folder of the node, unless it lies on a local file system.
+        Use it with `checkpoint="run"` if `output_dir` is not on storage that all nodes share. It copies the checkpoint
+        to a temporary folder of the node, unless it is on a local file system.
 
         Raises:
             MissingExtraError: Ray is not installed.
@@ -62,18 +62,18 @@ class RayReport(Callback):
         path = Path(checkpoint.path)
         if checkpoint.filesystem.type_name == "local" and path.is_dir():
             return str(path)
-        # All workers have to name the same folder, and `to_directory` would make up a name in each.
+        # All workers must use the same folder; `to_directory` without a path would choose a random name in each.
         source = f"{checkpoint.filesystem.type_name}:{checkpoint.path}"
         folder = Path(tempfile.gettempdir()) / f"trainstack-ray-{uuid.uuid5(uuid.NAMESPACE_URL, source).hex}"
         return str(checkpoint.to_directory(folder / path.name))
 
     def on_validation_end(self, trainer: AbstractTrainer, results: Mapping[str, float]) -> None:
-        """Report what was measured, if the validation is part of a training."""
+        """Report the results, if the validation is part of training."""
         if trainer.is_training and self._checkpoint != "run":
             self._report_weights(trainer)
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:
-        """Report an epoch at whose end nothing was validated."""
+        """Report an epoch without a validation at its end."""
         if self._reported_at != trainer.state.global_step and self._checkpoint != "run":
             self._report_weights(trainer)
 
@@ -83,10 +83,10 @@ class RayReport(Callback):
             self._due, self._written = _metrics(trainer), None
 
     def on_checkpoint_saved(self, trainer: AbstractTrainer, path: Path) -> None:
-        """Note where the newest lies; on the main process.
+        """Store the path of the newest checkpoint, on the main process.
 
-        With `async_save` an older one may come while the newest is being written. It is left out, because it may be
-        deleted at any time.
+        With `async_save` an older checkpoint may be finished while the newest is being written. It is not reported,
+        because it may be deleted at any time.
         """
         found = read_entry(path)
         if self._due is not None:
@@ -94,11 +94,11 @@ class RayReport(Callback):
             self._written = None if is_older else path
 
     def on_train_step_end(self, trainer: AbstractTrainer) -> None:
-        """Report a checkpoint that has been written since the last step."""
+        """Report a checkpoint that was written since the last step."""
         self._report_checkpoint(trainer)
 
     def on_train_end(self, trainer: AbstractTrainer, status: str) -> None:
-        """Report the last checkpoint, unless the training has failed, as other workers may be gone then."""
+        """Report the last checkpoint, unless training has failed: then other workers may have ended."""
         if status != "failed":
             self._report_checkpoint(trainer)
 
@@ -151,7 +151,7 @@ def _is_in_tune() -> bool:
 
     try:
         return tune.get_context().get_trial_id() is not None
-    except Exception:  # versions of Ray differ in what they raise outside of a trial
+    except Exception:  # the error outside of a trial differs between versions of Ray
         return False
 
 

@@ -1,4 +1,4 @@
-"""`OptunaPruning` reports to a search for hyperparameters."""
+"""`OptunaPruning` reports to an Optuna search for hyperparameters."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from trainstack.trainer.callbacks.monitored import BestValue, MonitorCallback, M
 
 
 class OptunaPruning(MonitorCallback):
-    """Reports a monitored value to an Optuna trial, and ends the training where the trial is to be pruned.
+    """Reports a monitored value to an Optuna trial, and stops training if the trial should be pruned.
 
-    The main process reports, and all processes get its decision. A pruned run saves its last checkpoint and exports the
+    The main process reports, and all processes use its decision. A pruned run saves its last checkpoint and exports the
     model, as after `trainer.request_stop`. Then `train()` raises `optuna.TrialPruned` on all processes.
 
     Args:
-        trial: the trial of the objective function; processes other than the main one may give None.
-        monitor: a metric by its exact name, or a function of all that was measured; None for the monitor of the run,
-            as in `BestCheckpoint`.
-        mode: "min", "max", or "auto" for what the metric's name tells.
-        step: what the values are reported at: `"epoch"`, which is 0 in the first, or `"global_step"`. Optuna keeps the
-            first value of a step, so write the latter to validate several times an epoch.
+        trial: trial of the objective function; processes other than the main one may pass None.
+        monitor: exact name of a metric, or function of all measured values; None for the monitor of the run, as in
+            `BestCheckpoint`.
+        mode: "min", "max", or "auto" to derive it from the metric's name.
+        step: step of the reported values: `"epoch"`, counted from 0, or `"global_step"`. Optuna keeps only the first
+            value of a step, so write "global_step" for several validations an epoch.
 
     Raises:
-        ConfigurationError: the mode cannot be told, or `step` is something else; when training begins: the study
+        ConfigurationError: the mode is ambiguous, or `step` has another value; or, when training starts: the study
             optimizes in the other direction.
         MissingExtraError: optuna is not installed.
     """
@@ -39,21 +39,21 @@ class OptunaPruning(MonitorCallback):
         except ImportError as error:
             raise MissingExtraError("callbacks.OptunaPruning", "optuna", "optuna") from error
         super().__init__(BestValue(monitor, mode))
-        # in a tuple: plain settings have to be the same on all processes, and only the main one needs a trial
+        # A tuple hides the trial from the comparison of plain settings between ranks: only the main process needs one.
         self._trial, self._step, self._pruned = (trial,), step, TrialPruned
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
-        """Refuse a study that optimizes in the other direction, before the first step.
+        """Check the direction of the study before the first step.
 
         Raises:
-            ConfigurationError: it does, or the main process has no trial.
+            ConfigurationError: the study optimizes in the other direction, or the main process has no trial.
         """
         super().on_train_begin(trainer)
         if not trainer.is_main_process:
             return
         (trial,) = self._trial
         if trial is None:
-            raise ConfigurationError("OptunaPruning(None) on the main process, which reports. Give it the trial.")
+            raise ConfigurationError("OptunaPruning(None) on the main process, which reports. Pass the trial there.")
         direction = getattr(getattr(trial, "study", None), "direction", None)
         watched = self.best_value.of(trainer)
         wanted = {"min": "MINIMIZE", "max": "MAXIMIZE"}[watched.mode]
@@ -65,14 +65,14 @@ class OptunaPruning(MonitorCallback):
             )
 
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
-        """Report the value, and ask whether the trial is to be pruned."""
+        """Report the value, and stop if the trial should be pruned."""
         step = trainer.state.epoch if self._step == "epoch" else trainer.state.global_step
         (trial,), prune, failure = self._trial, False, None
         if trainer.is_main_process:
             try:
                 trial.report(self.best_value.last, step)
                 prune = bool(trial.should_prune())
-            except Exception as error:  # the storage of the study may be out of reach
+            except Exception as error:  # for example, the storage of the study is unreachable
                 failure = error
         if trainer.world.comm.broadcast_outcome(failure, prune, "reporting to the Optuna trial"):
             reason = f"Optuna has pruned the trial at {self._step} {step}"

@@ -16,7 +16,7 @@ from trainstack.trainer.tracking.provenance import Provenance
 
 
 class Clock:
-    """Adds up durations by name: on CUDA between two marks in the stream, elsewhere by the host's clock."""
+    """Sums durations by name; on CUDA measured by events in the stream, elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -24,7 +24,7 @@ class Clock:
         self._pending: list[tuple[str, Any, Any]] = []
 
     def mark(self) -> Any:
-        """The moment at which all that was asked for so far is done."""
+        """Return a mark that is reached when all work submitted so far is done."""
         if not self._on_device:
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ class Clock:
         return event
 
     def add(self, name: str, since: Any) -> Any:
-        """The time from `since` to now belongs to `name`; returns the mark of now."""
+        """Add the time from `since` to now to `name`; return the mark of now."""
         now = self.mark()
         if self._on_device:
             self._pending.append((name, since, now))
@@ -41,22 +41,23 @@ class Clock:
         return now
 
     def pop(self) -> dict[str, float]:
-        """Seconds by name since the last call. Waits for the device."""
+        """Return the seconds by name since the last call. Waits for the device."""
         for name, since, until in self._pending:
             until.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + since.elapsed_time(until) / 1000
+            self._seconds[name] = self._seconds.get(name, 0.0) + since.elapsed_time(until) / 1000  # milliseconds
         taken, self._seconds, self._pending = self._seconds, {}, []
         return taken
 
 
 class StepTimer(Callback):
-    """Records seconds a global step at log points, means since the last one.
+    """Records mean seconds a global step at log points.
 
-    `time/fetch` is spent on getting data, `time/forward`, `time/backward` and `time/update` on the device (on CUDA
-    measured there, by events in the stream); `time/validation` is that of a whole validation, on the host.
+    `time/fetch` is the time to get data, on the host. `time/forward`, `time/backward` and `time/update` are measured by
+    events in the stream on CUDA, elsewhere on the host. `time/validation` is the time of a whole validation, on the
+    host.
     """
 
-    expects_all_events = False  # there may be no validation
+    expects_all_events = False  # a run may have no validation
 
     def __init__(self) -> None:
         self._steps = 0
@@ -91,7 +92,7 @@ class StepTimer(Callback):
         self._since["validation"] = self._host.mark()
 
     def on_validation_end(self, trainer: AbstractTrainer) -> None:
-        """A validation is over; its values have been read, so the device is done."""
+        """Record the time of a validation. Its values have been read, so the device has finished."""
         record(trainer, "time/validation", self._host.mark() - self._since["validation"], Provenance.MACHINE)
 
     def on_log(self, trainer: AbstractTrainer) -> None:
@@ -101,20 +102,20 @@ class StepTimer(Callback):
 
 
 class ThroughputMonitor(Callback):
-    """Records `throughput/samples_per_s` at log points, over all processes, since the last one of the same epoch.
+    """Records `throughput/samples_per_s` at log points: samples of all processes since the last log point of the epoch.
 
-    Validation and saving between epochs are not counted.
+    The time of validations and checkpoints between epochs does not count.
 
     Args:
-        tokens: how many tokens a micro-batch has, a number of the host, such as
+        tokens: function that returns the number of tokens in a micro-batch without reading the device, such as
             `lambda batch: batch["input_ids"].numel()`; records `throughput/tokens_per_s`.
-        flops_per_sample: floating-point operations of forward and backward for a sample (of a dense transformer about
-            6 x parameters x tokens a sample); with `peak_flops` records `throughput/mfu`, the model FLOPs utilisation
-            (Chowdhery et al. 2022, PaLM, appendix B).
-        peak_flops: of one device a second, in the dtype that is used, as its data sheet says.
+        flops_per_sample: floating-point operations of forward and backward pass for one sample, for a dense transformer
+            about 6 x parameters x tokens a sample. With `peak_flops` it records `throughput/mfu`, the model FLOPs
+            utilization (Chowdhery et al. 2022, PaLM, appendix B).
+        peak_flops: peak floating-point operations a second of one device in the dtype of the run, from its data sheet.
 
     Raises:
-        ConfigurationError: one of the FLOPs is missing or cannot be.
+        ConfigurationError: one of the FLOPs is missing or not above 0.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ThroughputMonitor(Callback):
         peak_flops: float | None = None,
     ) -> None:
         if (flops_per_sample is None) != (peak_flops is None):
-            raise ConfigurationError("give flops_per_sample and peak_flops, or neither.")
+            raise ConfigurationError("write flops_per_sample and peak_flops, or neither.")
         for name, number in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
             if number is not None and not number > 0:
                 raise ConfigurationError(f"{name}={number!r}: write a number above 0.")
@@ -142,10 +143,10 @@ class ThroughputMonitor(Callback):
             self._tokens += self._count_tokens(batch)
 
     def on_log(self, trainer: AbstractTrainer) -> None:
-        """Record; the device is waited for, as for all that is read at a log point."""
+        """Record the throughput. Waits for the device, as reading other values at a log point does."""
         if trainer.device.type != "cpu":
             torch.accelerator.synchronize(trainer.device)
-        seconds = max(perf_counter() - self._since, 1e-9)
+        seconds = max(perf_counter() - self._since, 1e-9)  # never 0 s, which a clock of low resolution may give
         rate = (trainer.state.samples_in_epoch - self._samples) / seconds
         record(trainer, "throughput/samples_per_s", rate, Provenance.MACHINE)
         if self._count_tokens is not None:

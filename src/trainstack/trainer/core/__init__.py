@@ -1,1 +1,1 @@
-"""Values of a run: plan, order, counters, random state."""
+"""Values of a run: training plan, data order, counters, random states, checksums, memory estimate."""

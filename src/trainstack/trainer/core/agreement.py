@@ -1,4 +1,4 @@
-"""Ranks compare what must be equal on all of them."""
+"""Comparison of values that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.fingerprints import differing_names, hash_text
 
 MAX_REPORTED = 8
+"""Items and ranks that a message lists, so that it stays readable with hundreds of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,10 @@ class Difference:
     """A difference between ranks.
 
     Attributes:
-        name: of the first item that differs, in the order of rank 0.
-        texts: its text by rank; None where a rank lacks it.
-        others: names of further items that differ, some of them.
-        ranks: those whose text is not that of rank 0.
+        name: name of the first item that differs, in the order of rank 0.
+        texts: text of this item by rank; None for a rank that lacks the item.
+        others: names of further items that differ, at most `MAX_REPORTED` from each rank.
+        ranks: ranks whose text differs from that of rank 0.
     """
 
     name: str
@@ -32,10 +33,13 @@ class Difference:
 def gather_differences(
     comm: Communicator, items: Mapping[str, str], most: int | None = None
 ) -> tuple[list[dict[str, str | None]], list[str]]:
-    """In what each rank differs from rank 0, and the names of all of that, in the order of rank 0.
+    """Find the items in which ranks differ from rank 0.
 
-    All ranks call it, and all get the same answer. They exchange a hash of all items. Only where it differs they send
-    more: rank 0 all of its items, and each rank those in which it differs from rank 0, at most `most`.
+    Collective: all ranks call it and get the same result. The ranks first exchange one hash of all items. If the hashes
+    differ, rank 0 sends all of its items, and each rank sends those that differ from rank 0, at most `most`.
+
+    Returns:
+        The differing items of each rank, by rank, and the names of all of them in the order of rank 0.
     """
     hashes = comm.gather(hash_text(repr(list(items.items()))), "comparing the ranks")
     if hashes.count(hashes[0]) == comm.size:
@@ -47,16 +51,17 @@ def gather_differences(
     order = {name: position for position, name in enumerate(of_main)}
     names = dict.fromkeys(name for report in reports for name in report)
     ordered = sorted(names, key=lambda name: order.get(name, len(order)))
+    # Each report gets rank 0's text of the first item, because a rank that agrees with rank 0 did not send it.
     reports = [{name: of_main.get(name) for name in ordered[:1]} | report for report in reports]
     return reports, ordered
 
 
 def find_difference(comm: Communicator, items: Mapping[str, str]) -> Difference | None:
-    """The difference between the ranks, the same answer on all of them; None if all items are equal."""
+    """Return the difference between the ranks, the same on all of them; None if all items are equal. Collective."""
     if comm.size == 1:
         return None
     reports, names = gather_differences(comm, items, MAX_REPORTED)
-    if not names:  # perhaps the order of the items differs
+    if not names:  # the hashes also differ if only the order of the items differs
         return None
     texts = tuple(report[names[0]] for report in reports)
     ranks = tuple(rank for rank, text in enumerate(texts) if text != texts[0])
@@ -64,7 +69,7 @@ def find_difference(comm: Communicator, items: Mapping[str, str]) -> Difference 
 
 
 def describe_ranks(texts: tuple[str | None, ...]) -> str:
-    """ "is 0.01 on ranks 0 and 2, and 0.02 on rank 1"."""
+    """Format the texts by rank, such as "is 0.01 on ranks 0, 2 and 0.02 on rank 1"."""
     by_text: dict[str | None, list[int]] = {}
     for rank, text in enumerate(texts):
         by_text.setdefault(text, []).append(rank)
@@ -73,30 +78,30 @@ def describe_ranks(texts: tuple[str | None, ...]) -> str:
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
-    """ "rank 3", or "ranks 0, 2, 3"; of many ranks the first."""
+    """Format ranks, such as "rank 3" or "ranks 0, 2, 3"; at most `MAX_REPORTED` of them."""
     shown = ", ".join(map(str, ranks[:MAX_REPORTED])) + (", ..." if len(ranks) > MAX_REPORTED else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def refuse_difference(comm: Communicator, items: Mapping[str, str], hidden: frozenset[str] = frozenset()) -> None:
-    """Refuse items that are not equal on all ranks.
+    """Raise an error if the items are not equal on all ranks. Collective.
 
     Args:
-        comm: of the ranks; all call this together.
-        items: by name.
-        hidden: items whose texts no message may show.
+        comm: communicator of all ranks.
+        items: texts by name.
+        hidden: names of items whose texts must not appear in a message.
 
     Raises:
-        ConfigurationError: naming the first item that differs, the ranks and their texts; on all ranks.
+        ConfigurationError: items differ. All ranks raise it; it names the first such item, the ranks and their texts.
     """
     found = find_difference(comm, items)
     if found is None:
         return
     which = describe_ranks(found.texts)
     if found.name in hidden:
-        which = f"is not on {format_ranks(found.ranks)} as on rank 0 (a private run does not show the values)"
+        which = f"differs on {format_ranks(found.ranks)} from rank 0 (a private run does not show the values)"
     more = f" Also different: {'; '.join(found.others[:3])}." if found.others else ""
     raise ConfigurationError(
-        f"{found.name} {which}.{more} All ranks have to train with the same module, data and settings. Look for code "
-        "that depends on the rank, an environment variable or a seed that is not the same everywhere."
+        f"{found.name} {which}.{more} All ranks must train with the same module, data and settings. Look for code, an "
+        "environment variable or a seed that depends on the rank."
     )

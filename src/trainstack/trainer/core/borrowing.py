@@ -1,4 +1,4 @@
-"""What a borrowed micro-batch must leave as it was: logs, buffers and random states."""
+"""Borrowed micro-batches must not change logs, buffers and random states; the blocks here restore them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from trainstack.trainer.core.state import RunState
 
 
 def muted_log(module: nn.Module, state: RunState) -> AbstractContextManager[None]:
-    """A block in which `log` of `module` records nothing."""
+    """Return a context manager in which `log` of `module` records nothing."""
     sink = getattr(module, "_log_sink", None)
     return nullcontext() if sink is None else cast(AbstractContextManager[None], sink.mute(state))
 
 
 @contextmanager
 def restored_after(work: Workload, state: RunState, snapshot: ModuleSnapshot) -> Iterator[Callable[[], None]]:
-    """A block for a borrowed micro-batch, after which random states and buffers are what they were.
+    """Context manager around a borrowed micro-batch; it restores random states and buffers at its end.
 
-    It gives a function to call before the module sees the batch, after a layer has shared buffers.
+    It yields a function that saves the buffers. Call it after a layer has shared its buffers and before the module
+    gets the batch.
     """
     device, kept = work.world.device, False
     rng = capture_rng(device)

@@ -1,4 +1,4 @@
-"""`Change`: an item in which two starts differ, with its effect on exactness; tables of changes."""
+"""`Change`: an item in which two starts of a run differ, with its effect on exactness; tables of changes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ PACKAGES = ("python", "trainstack", "torch", "numpy", "opacus", "cuda", "hip", "
 
 _NONE = "-"
 _MOST_CELL = 60
+"""Characters of a value in a table: two values, a name and an effect fit into a wide terminal."""
 _MOST_OF_CODE = 5
-"""Methods in a table: of another class all differ."""
+"""Changed methods in a table; with another class, all methods differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An item in which two starts differ.
+    """An item in which two starts of a run differ.
 
     Attributes:
-        name: dotted, such as "arguments.max_grad_norm" or "environment.cpu threads".
-        saved: its text then; "-" if it had none.
-        given: its text now; "-" if it has none.
-        effect: on exactness.
-        remedy: how to keep the saved value, as an instruction; "" if there is none to give.
+        name: dotted name, such as "arguments.max_grad_norm" or "environment.cpu threads".
+        saved: text at the earlier start; "-" if there was none.
+        given: text at the current start; "-" if there is none.
+        effect: effect on exactness.
+        remedy: instruction that keeps the saved value; "" if there is none.
     """
 
     name: str
@@ -40,15 +41,15 @@ class Change:
 
 
 def flat(description: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The items of a description under dotted names."""
+    """Return the items of a description with dotted names."""
     return {f"{section}.{name}": text for section, items in description.items() for name, text in items.items()}
 
 
 def changes_between(saved: Mapping[str, str], given: Mapping[str, str]) -> list[Change]:
-    """The items that differ, in the order of `saved`; both have dotted names.
+    """Return the items that differ, in the order of `saved`; both mappings have dotted names.
 
-    A section that one side lacks altogether was not described there, and is no difference. Digests of code are those
-    of compiled code, so they are not compared between two versions of Python.
+    A section that is missing on one side was not recorded there and does not count as a difference. Digests of code are
+    digests of byte code, so they are not compared between two minor versions of Python.
     """
     found = list[Change]()
     sections = {name.partition(".")[0] for name in saved} & {name.partition(".")[0] for name in given}
@@ -77,9 +78,9 @@ def _remedy(name: str, saved: str | None) -> str:
     if name in _REMEDIES:
         return _REMEDIES[name].format(saved)
     return {
-        "arguments": f"write {rest}={saved}" if saved is not None else f"leave {rest} out",
+        "arguments": f"write {rest}={saved}" if saved is not None else f"omit {rest}",
         "environment": "resume on a machine of the same kind",
-        "data": "give the training data that the run had",
+        "data": "use the training data of the run",
         "code": "restore this code",
     }.get(section, "")
 
@@ -93,7 +94,7 @@ _REMEDIES = {
 
 
 def table_of(changes: Sequence[Change], *, sides: tuple[str, str] = ("saved", "given")) -> str:
-    """`changes` as lines: name, both values, effect; a long value is cut."""
+    """Format `changes` as a table: name, both values, effect. Long values are cut."""
     head = ("", *sides, "effect on exactness")
     code = [one for one in changes if one.name.startswith("code.")][_MOST_OF_CODE:]
     shown = [one for one in changes if one not in code]
@@ -110,5 +111,5 @@ def _cell(text: str) -> str:
 
 
 def remedies(changes: Iterable[Change]) -> Iterator[str]:
-    """How to keep each value whose change breaks exactness, each instruction once."""
+    """Yield the instructions that keep values whose change breaks exactness, each instruction once."""
     return iter(dict.fromkeys(one.remedy for one in changes if one.effect.breaks_exactness and one.remedy))

@@ -1,4 +1,4 @@
-"""`Effect`: how a difference between two starts changes the numbers of a run; each argument has one."""
+"""`Effect`: the effect of a difference between two starts on the numbers of a run, for each argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Effect(Enum):
-    """The effect of a difference on exactness; the value is its text in tables."""
+    """Effect of a difference on exactness; the value is its text in tables."""
 
     SAME_BITS = "same bits"
     DEPENDS = "same bits, unless a schedule, a hook or a callback depends on it"
@@ -17,7 +17,7 @@ class Effect(Enum):
 
     @property
     def breaks_exactness(self) -> bool:
-        """Whether the run cannot have the bits that it would have had; or not those that its arguments say."""
+        """Whether the run gets other bits than without the difference, or other bits than its arguments describe."""
         return self in (Effect.NOT_USED, Effect.OTHER_BITS, Effect.OTHER_RUN)
 
 
@@ -94,10 +94,10 @@ ARGUMENTS: Mapping[str, Effect | None] = {
     "amp_backend_apex": None,
     "amp_level_apex": BITS,
 }
-"""The effect of each field of `TrainerArguments`. None: it is not compared by itself.
+"""The effect of each field of `TrainerArguments`. None: the field itself is not compared.
 
-These fields are compared by what they decide (the plan, the device, the backend), or they say how a session begins and
-where it writes.
+The plan, the device and the backend are compared in place of the fields that determine them. Other fields only control
+how a start begins and where it writes.
 """
 
 _OTHERS: Mapping[str, Effect] = {
@@ -111,19 +111,19 @@ _OTHERS: Mapping[str, Effect] = {
     "schedulers": RUN,
     "weights": RUN,
 }
-"""The effect of everything else, by the longest prefix of its dotted name."""
+"""The effect of all other items; the longest prefix of the dotted name counts."""
 
 
 def is_compared(name: str) -> bool:
-    """Whether the item `name` of a description of a start is compared by itself."""
+    """Whether the item `name` of a description of a start is compared directly."""
     section, _, rest = name.partition(".")
     return section != "arguments" or ARGUMENTS.get(rest.partition(".")[0], Effect.OTHER_RUN) is not None
 
 
 def effect_of(name: str, one: str | None = None, other: str | None = None) -> Effect:
-    """The effect of the item `name` of a description of a start, such as "arguments.seed", that has two values.
+    """Return the effect of the item `name`, such as "arguments.seed", whose texts in two starts are `one` and `other`.
 
-    An unknown name, such as an argument of another version of the library, has the worst effect.
+    An unknown name, such as an argument of another version of the library, has the effect `OTHER_RUN`.
     """
     if name == "arguments.backend" and one is not None and other is not None:
         same_features = one.strip("'").partition("-")[2] == other.strip("'").partition("-")[2]

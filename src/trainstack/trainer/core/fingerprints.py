@@ -1,4 +1,4 @@
-"""Short texts and hashes of values, by which ranks and runs compare what they hold."""
+"""Short texts and hashes of values, with which ranks and runs compare their settings, data and weights."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from torch.optim import Optimizer
 from trainstack._tensor_classes import inner_tensors, plain_parts
 
 MAX_TEXT = 160
-"""Longer texts are cut, and end with their hash."""
+"""Longer texts are cut and end with a hash, so that a message about one fits on two lines."""
 MAX_DEPTH = 6
+"""Deeper levels of nested settings are described by their class, which also ends the recursion in cyclic objects."""
 _MAX_PLACES = 32
-"""Items of a sample that are compared one by one."""
+"""Longer sequences in a sample, such as lists of tokens, have one hash instead of one for each item."""
 CHUNK = 2**20
-"""Elements whose weighted bits are computed at once: an int64 for each takes 8 MiB."""
+"""Elements whose weighted bits are computed at once: one int64 for each takes 8 MiB."""
 
 
 def hash_text(text: str | bytes) -> str:
-    """16 hexadecimal digits."""
+    """Return a hash of 16 hexadecimal digits: 64 bits of BLAKE2b."""
     return hashlib.blake2b(text if isinstance(text, bytes) else text.encode(), digest_size=8).hexdigest()
 
 
 def shorten(text: str) -> str:
-    """`text`, cut at `MAX_TEXT` characters; texts that differ still do."""
+    """Return `text`, cut at `MAX_TEXT` characters; different texts stay different."""
+    # 22 characters are "... (", 16 digits and ")".
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 22]}... ({hash_text(text)})"
 
 
 def flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Names and texts of the settings in `value`: those of dataclasses and mappings one by one."""
+    """Yield names and texts of the settings in `value`; dataclasses and mappings are taken apart."""
     if depth < MAX_DEPTH and dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if depth < MAX_DEPTH and isinstance(value, Mapping) and value:
@@ -48,7 +50,7 @@ def flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def describe(value: Any, depth: int = 0) -> str:
-    """A text that is the same for equal values in all processes; of an unknown object its class alone."""
+    """Return a text that is the same for equal values in all processes; for an unknown object only its class."""
     if isinstance(value, type):
         return value.__qualname__
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -77,7 +79,7 @@ def describe(value: Any, depth: int = 0) -> str:
 
 
 def _describe_function(function: Any, depth: int) -> str:
-    """The name, and a hash of the code with its constants, defaults and plain values from outside."""
+    """Return the name and a hash of the code with its constants, its defaults and plain values of its closure."""
     if isinstance(function, partial):
         return f"partial({describe([function.func, function.args, function.keywords], depth + 1)})"
     inner = getattr(function, "__func__", function)
@@ -95,9 +97,9 @@ def _is_filled(cell: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def hash_code(code: CodeType) -> str:
-    """A hash of compiled code with its names and constants; equal in all processes of one version of Python.
+    """Return a hash of byte code with its names and constants; equal in all processes of one version of Python.
 
-    Lines and comments do not count.
+    Line numbers and comments do not count.
     """
     return hash_text(repr(_code(code)))
 
@@ -108,9 +110,10 @@ def _code(code: CodeType) -> list[Any]:
 
 
 def describe_object(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The class of `value`, its attributes that are plain values or functions, and those of objects in its lists.
+    """Yield the class of `value`, its attributes that are plain values or functions, and those of objects in its lists.
 
-    Objects of users' classes have a class alone: their attributes may keep what differs by rank.
+    Objects of classes outside torch and trainstack are described only by their class, because their attributes may
+    depend on the rank.
     """
     yield f"the class of {name}", type(value).__qualname__
     if type(value).__module__.partition(".")[0] not in ("torch", "trainstack"):
@@ -133,17 +136,17 @@ def _has_settings(value: Any) -> bool:
 
 
 def hash_value(value: Any) -> str:
-    """A hash of all leaves of a nested value; of an unknown object its class alone counts."""
+    """Return a hash of all leaves of a nested value; of an unknown object only the class counts."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, value, 0)
     return digest.hexdigest()
 
 
 def hash_numbers(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Hashes of the tensors, arrays, images and numbers of a nested value, such as a sample, by their place in it.
+    """Yield hashes of the tensors, arrays, images and numbers of a nested value, such as a sample, by their place.
 
-    Strings, paths and other objects are left out: what names a file may differ between hosts. The items of a long list
-    have one hash, without those that are no numbers.
+    Strings, paths and other objects are omitted, because file names may differ between hosts. A list of more than 32
+    items has one hash of its numbers.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -166,26 +169,29 @@ def _without_text(value: Any, depth: int = 0) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a model may compute with it, and its bits are known."""
+    """Whether a model may compute with `value` and its bits are accessible."""
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind in "biufc"
     return isinstance(value, Tensor | bool | int | float | complex) or _is_image(value)
 
 
 def _is_image(value: Any) -> bool:
-    """Whether it is an image of Pillow."""
+    """Whether `value` is a Pillow image; checked by its attributes, so that Pillow is not imported."""
     return callable(getattr(value, "tobytes", None)) and isinstance(getattr(value, "size", None), tuple)
 
 
 def hash_around_tensors(value: Any) -> tuple[str, list[Tensor]]:
-    """A hash of a nested value without the elements of its tensors, and those tensors; no device is read."""
+    """Return a hash of a nested value without the elements of its tensors, and these tensors. It reads no device."""
     digest, tensors = hashlib.blake2b(digest_size=8), list[Tensor]()
     _feed(digest, value, 0, tensors)
     return digest.hexdigest(), tensors
 
 
 def _feed(digest: Any, value: Any, depth: int, tensors: list[Tensor] | None = None) -> None:
-    """Feed all leaves of `value`; the elements of tensors only if there is no list for `tensors` to be put into."""
+    """Update `digest` with all leaves of `value`; with a list `tensors`, tensors are appended to it, not hashed.
+
+    Containers more than 32 levels deep are described, which ends the recursion in a container that contains itself.
+    """
     if isinstance(value, Tensor):
         digest.update(f"{type(value).__name__}{tuple(value.shape)}{value.dtype}".encode())
         if tensors is not None:
@@ -218,23 +224,24 @@ def _feed(digest: Any, value: Any, depth: int, tensors: list[Tensor] | None = No
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """A checksum of the bits of each tensor, computed on its device; one read for all of them.
+    """Compute a 64-bit checksum of the bits of each tensor on its device, and read all of them in one transfer.
 
-    Each word counts with an odd pseudo-random weight that depends on its position, modulo 2**64, so that values that
-    have changed places, and changes that cancel each other, are seen. A strided tensor has the checksum of its logical
-    order. No tensor is copied as a whole. Integers only: MPS has no float64.
+    The checksum is the sum modulo 2**64 of the words, each times an odd pseudo-random weight for its position. It
+    therefore also changes if values change places, or if several changes have the sum 0. A strided tensor is read in
+    logical order, so its strides do not count. No tensor is copied as a whole. Integers only, because MPS has no
+    float64.
     """
     return read_checksums(start_checksums(tensors))
 
 
 def start_checksums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The checksums as 0-dim tensors, each on the device of its tensor; nothing is read."""
+    """Return the checksums as 0-dim int64 tensors, each on the device of its tensor, without reading a device."""
     weights = dict[torch.device, tuple[Tensor, Tensor]]()
     return [_checksum(tensor.detach(), weights) for tensor in tensors]
 
 
 def read_checksums(sums: Sequence[Tensor]) -> list[int]:
-    """What `start_checksums` has computed; one read for all of them."""
+    """Return the values of the tensors from `start_checksums`, read in one transfer."""
     devices = {one.device for one in sums}
     target = sums[0].device if sums else torch.device("cpu")
     together = sums if len(devices) < 2 else [one.to(target) for one in sums]
@@ -260,21 +267,22 @@ def _checksum(tensor: Tensor, weights: dict[torch.device, tuple[Tensor, Tensor]]
 
 
 def _make_weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers for the positions in a chunk, without drawing from a generator: the mixing step of SplitMix64."""
+    """Return odd int64 weights for the positions in a chunk, by mixing as in SplitMix64, without a generator."""
     weights = torch.arange(1, count + 1, device=device, dtype=torch.int64)
-    for factor in (-7046029254386353131, -4658895280553007687, -7723592293110705685):  # of 64 bits, as signed
+    # Constants of SplitMix64 (see `mix` in order.py) as signed 64-bit integers. The shifts carry high bits to low ones.
+    for factor in (-7046029254386353131, -4658895280553007687, -7723592293110705685):
         weights *= factor
         weights ^= weights >> 29
     return weights.bitwise_or_(1)
 
 
 def _odd(number: int) -> int:
-    """A number of 63 bits for a chunk, odd and no less mixed than the weights in it."""
+    """Return an odd pseudo-random factor of 63 bits for a chunk; the shift by 1 keeps it within int64."""
     return int(hash_text(str(number)), 16) >> 1 | 1
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors of which `tensor` consists."""
+    """Return the strided tensors that hold the values of `tensor`."""
     if inner_tensors(tensor) is not None:
         return [dense for part in plain_parts(tensor) for dense in _dense_parts(part)]
     tensor = tensor.detach()
@@ -296,9 +304,9 @@ _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
-    """The bits of a strided tensor as 1-dim tensors of integers, of at most `CHUNK` elements each.
+    """Yield the bits of a strided tensor as 1-dim tensors of integers, of at most `CHUNK` elements each.
 
-    The cuts depend on the shape alone, so the strides make no difference.
+    The cuts depend only on the shape, so the checksum does not depend on the strides.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -318,6 +326,6 @@ def _words(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def differing_names(mine: Mapping[str, str], theirs: Mapping[str, str]) -> Sequence[str]:
-    """The names under which the texts differ, in the order of `theirs`; names that it lacks come last."""
+    """Return the names whose texts differ, in the order of `theirs`; names that `theirs` lacks come last."""
     names = dict.fromkeys([*theirs, *mine])
     return [name for name in names if mine.get(name) != theirs.get(name)]

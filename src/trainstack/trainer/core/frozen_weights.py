@@ -1,4 +1,4 @@
-"""`FrozenWeights` finds the frozen weights that a checkpoint can leave out, and puts them back into its state."""
+"""`FrozenWeights` finds frozen weights that a checkpoint can omit, and inserts them when the run resumes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Digests = Mapping[str, str]
 
 
 class FrozenWeights:
-    """Frozen parameters that have the values that the module of a new process has.
+    """Frozen parameters that still have the values of a newly built module.
 
-    A parameter that was trained, or changed otherwise, has another value than at the beginning, also if it is frozen
-    now. So only a comparison of values tells which ones can be left out.
+    A frozen parameter may have been trained or changed before it was frozen. Therefore only a comparison of values
+    decides which parameters a checkpoint can omit.
 
     Args:
-        module: its `get_state` names the tensors.
+        module: module whose `get_state` names the tensors.
 
     Attributes:
         has_completed: whether the run has resumed from a checkpoint without frozen weights.
@@ -35,16 +35,16 @@ class FrozenWeights:
         self.has_completed: bool = False
 
     def get_digests(self) -> dict[str, str]:
-        """The digests of all parameters in the module's state, by their names there."""
+        """Return the digests of all parameters in the module's state, by their names in the state."""
         state = self._module.get_state()  # type: ignore[operator]
         return _digests({name: state[name] for name in self._parameters_in(state)})
 
     def begin(self, digests: Digests) -> None:
-        """`digests` are those of the values that a new process makes, on rank 0; later ones do not count."""
+        """Set the digests of the initial values on rank 0; later calls have no effect."""
         self._at_start = self._at_start or digests
 
     def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """What a checkpoint keeps of the module's `state`, and the digests of what it leaves out."""
+        """Split the module's `state` into the part that a checkpoint keeps and the digests of the omitted tensors."""
         if not self._at_start:
             return state, {}
         owners = self._parameters_in(state).items()
@@ -54,21 +54,21 @@ class FrozenWeights:
         return {name: value for name, value in state.items() if name not in left_out}, left_out
 
     def check(self, left_out: Digests, digests: Digests) -> None:
-        """Refuse a module that does not have the weights that a checkpoint leaves out.
+        """Check that the module has the weights that a checkpoint omits.
 
         Args:
-            left_out: from the checkpoint.
-            digests: of the module of now.
+            left_out: digests from the checkpoint.
+            digests: digests of the current module.
 
         Raises:
-            CheckpointMismatchError: naming those that differ.
+            CheckpointMismatchError: digests differ; it names the tensors.
         """
         differing = [name for name, digest in left_out.items() if digests.get(name) != digest]
         if not differing:
             return
         name = differing[0]
         raise CheckpointMismatchError(
-            f"the checkpoint was written with keep_frozen=False and leaves out {len(left_out)} frozen tensors, and "
+            f"the checkpoint was written with keep_frozen=False and omits {len(left_out)} frozen tensors, and "
             f"{len(differing)} of them differ in {type(self._module).__name__}: {', '.join(differing[:4])}"
             f"{', ...' if len(differing) > 4 else ''}. {name} was {left_out[name]}, and is "
             f"{digests.get(name, 'not there')}. Build the module with the weights that the run began with, such as "
@@ -76,9 +76,10 @@ class FrozenWeights:
         )
 
     def complete(self, state: Mapping[str, Any], left_out: Digests) -> dict[str, Any]:
-        """The `state` of a checkpoint with the module's own parameters in the place of those that it leaves out.
+        """Return `state` of a checkpoint, with the module's own parameters in place of the omitted ones.
 
-        Entries below the name of a quantized parameter are not taken by `load_state_dict`, and belong to its value.
+        Entries below the name of a quantized parameter are not added: they are part of its value, and
+        `load_state_dict` does not take them.
         """
         self.has_completed, own = True, self._module.get_state()  # type: ignore[operator]
         return {**{name: own[name] for name in self._parameters() if name in left_out and name in own}, **state}
@@ -88,7 +89,7 @@ class FrozenWeights:
         return {without_wrappers(name): parameter for name, parameter in named}
 
     def _parameters_in(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """By names in `state`, the parameters that are there, or to whose value an entry belongs, such as a scale."""
+        """Map names in `state` to parameters; an entry such as a scale maps to the parameter that it belongs to."""
         parameters = self._parameters()
         owners: dict[str, Tensor] = {}
         for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Intervals in steps, epochs or fractions of a run."""
+"""Intervals in global steps, epochs, seconds or fractions of a run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from trainstack.errors import ConfigurationError, annotate
 from trainstack.trainer.core.plan import TrainingPlan, fraction_of_steps
 
 NEVER = 1 << 62
-"""A step that no run reaches."""
+"""A global step that no run reaches; it fits into int64, also after an addition of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """Every so many global steps, every so many epochs, or whenever a time has passed; one of the three.
+    """Interval in global steps, in epochs or in time. Set exactly one of the three.
 
     Args:
         steps: global steps; a float in (0, 1] is a fraction of all global steps of the run.
         epochs: epochs.
-        time: seconds, "HH:MM:SS", "D:HH:MM:SS" or a `timedelta`; becomes seconds. Counts from the beginning of
-            `train()`, and from the end of what was due before.
+        time: seconds, "HH:MM:SS", "D:HH:MM:SS" or a `timedelta`; stored as seconds. The time counts from the start of
+            `train()`, and then from the end of the last action that was due.
 
     Raises:
-        ConfigurationError: none or several are given, or one is no such number.
+        ConfigurationError: none or several are set, or a value is out of range.
     """
 
     steps: int | float | None = None
@@ -39,7 +39,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.steps, self.epochs, self.time)) != 1:
-            raise ConfigurationError(f"{self}: write one of Every(steps=...), Every(epochs=...) and Every(time=...).")
+            raise ConfigurationError(f"{self}: set one of Every(steps=...), Every(epochs=...) and Every(time=...).")
         if self.time is not None:
             object.__setattr__(self, "time", seconds_of("Every.time", self.time))
         if self.steps is not None and not is_number_of_steps(self.steps):
@@ -60,10 +60,10 @@ def is_number_of_steps(value: Any) -> bool:
 
 
 def seconds_of(name: str, value: Any) -> float:
-    """A duration in seconds: a number of them, a `timedelta`, "HH:MM:SS", or "D:HH:MM:SS" with days.
+    """Convert a duration to seconds: a number of seconds, a `timedelta`, "HH:MM:SS" or "D:HH:MM:SS" with days.
 
     Raises:
-        ConfigurationError: it is neither; `name` is what the user set.
+        ConfigurationError: `value` is none of these; the message calls it `name`.
     """
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -82,10 +82,10 @@ def seconds_of(name: str, value: Any) -> float:
 
 
 def check_validate_every(value: Any) -> None:
-    """Refuse a value that is no interval between validations.
+    """Check the argument `validate_every`.
 
     Raises:
-        ConfigurationError: saying what to write instead.
+        ConfigurationError: the value is not an interval; the message lists the accepted forms.
     """
     good = value is None or isinstance(value, Every) or type(value) is int or is_number_of_steps(value)
     if not good and not (callable(value) and not isinstance(value, type)):
@@ -97,16 +97,16 @@ def check_validate_every(value: Any) -> None:
 
 
 def steps_of(name: str, every: int | float, plan: TrainingPlan) -> Fraction:
-    """`every` in global steps; a float is a fraction of all global steps of the run, taken as written.
+    """Convert `every` to global steps; a float is a fraction of all global steps of the run, in decimal as written.
 
     Raises:
-        ConfigurationError: a fraction of a number that is not known; `name` is what the user set.
+        ConfigurationError: `every` is a fraction and the number of steps is unknown; the message calls it `name`.
     """
     return fraction_of_steps(name, every, plan.total_steps) if isinstance(every, float) else Fraction(every)
 
 
 def whole_steps(name: str, every: int | float, plan: TrainingPlan) -> int:
-    """`steps_of`, rounded up to a whole number, at least 1."""
+    """Return `steps_of`, rounded up to a whole number, at least 1."""
     return max(1, math.ceil(steps_of(name, every, plan)))
 
 
@@ -116,13 +116,14 @@ def is_log_point(step: int, interval: int, last: int | None) -> bool:
 
 
 class Timer:
-    """Says at which step a time has passed, the same on all ranks.
+    """Determines at which global step a time has passed, with the same result on all ranks.
 
-    The clock of rank 0 decides. The ranks meet at few steps: each time after half of the steps that are left at the
-    pace so far.
+    The clock of rank 0 decides. To compare it rarely, the ranks meet again after half of the steps that remain at the
+    current pace.
 
     Args:
         seconds: the time; None for never.
+        clock: returns seconds; the difference of two calls counts.
     """
 
     seconds: float | None
@@ -132,14 +133,14 @@ class Timer:
         self.seconds, self._clock, self.next_step = seconds, clock, NEVER
 
     def begin(self, step: int) -> None:
-        """Training begins after global step `step`; all ranks call it together."""
+        """Start the clock after global step `step`. All ranks call it together."""
         if self.seconds is not None:
             self._seen, self._stride = (self._clock(), step), 1
             self._due: float | None = self._seen[0] + self.seconds
             self.next_step = step + 1
 
     def is_due(self, step: int, comm: Communicator) -> bool:
-        """Whether the time has passed at global step `step`. All ranks ask at `next_step`, or later."""
+        """Whether the time has passed at global step `step`. All ranks call it at `next_step` or later. Collective."""
         if step < self.next_step:
             return False
         self._stride, due = comm.broadcast_object(self._look(step), "looking at the clock")
@@ -147,33 +148,36 @@ class Timer:
         return bool(due)
 
     def _look(self, step: int) -> tuple[int, bool]:
-        """How many steps later to look again, and whether the time has passed."""
+        """Return the number of steps until the next look at the clock, and whether the time has passed."""
         now, (before, last) = self._clock(), self._seen
         self._seen = now, step
-        if self._due is None:  # what was due has been done since
+        if self._due is None:  # the action that was due has ended: the next interval starts
             assert self.seconds is not None
             self._due = now + self.seconds
         if now >= self._due:
             self._due = None
             return 1, True
+        # 1e-9 s avoids a division by 0 if the clock has not moved. The stride at most doubles, because the first steps
+        # (compilation, warm-up of caches) are slower than the later ones.
         steps_left = (self._due - now) * (step - last) / max(now - before, 1e-9)
         return max(1, min(int(steps_left / 2), 2 * self._stride)), False
 
 
 class ValidationSchedule:
-    """When to validate in training.
+    """Decides when to validate during training.
 
-    Fractions are rounded up each by itself, so that 0.25 ends on the run's last step, whatever the number of steps.
-    An epoch that `max_steps` cuts short counts as one here: the run ends with a validation.
+    Each multiple of a fraction is rounded up separately, so 0.25 also validates at the run's last step if the number of
+    steps is not a multiple of 4. An epoch that `max_steps` cuts short counts as an epoch: the run ends with a
+    validation.
 
     Args:
         every: `TrainerArguments.validate_every`.
-        plan: of the run.
+        plan: plan of the run.
 
     Attributes:
-        plan: of the run, with the length of the epoch under way.
-        trainer: what a function is asked with.
-        timer: of a schedule by time.
+        plan: plan of the run, with the length of the current epoch.
+        trainer: argument of a user's function.
+        timer: timer of an interval in time.
     """
 
     def __init__(self, every: ValidateEvery | None, plan: TrainingPlan) -> None:
@@ -202,7 +206,7 @@ class ValidationSchedule:
         return self._epochs > 0 and (epoch + 1) % self._epochs == 0
 
     def next_step(self, step: int) -> int:
-        """The global step after `step` at which to ask `is_due`."""
+        """Return the next global step after `step` at which to call `is_due`."""
         if self._ask is not None:
             return step + 1
         due = math.ceil((step // self._steps + 1) * self._steps) if self._steps else NEVER
@@ -210,12 +214,13 @@ class ValidationSchedule:
         return min(due, self._cut) if self._cut > step else due
 
     def is_due(self, step: int, steps_in_epoch: int, comm: Communicator) -> bool:
-        """Whether to validate after global step `step`, before the epoch ends; all processes call it together.
+        """Whether to validate after global step `step`, before the epoch ends. Collective.
 
-        A function is asked on the main process; its failure is every process's.
+        A user's function runs on the main process only; if it raises an error, all processes raise one.
         """
         if self._ask is None:
             cut = step == self._cut and self.plan.ends_within_epoch(step, steps_in_epoch)
+            # Whether a multiple of the interval is in (step - 1, step]; a fraction of a step has no exact multiple.
             reached = self._steps > 0 and step // self._steps * self._steps > step - 1
             return self.timer.is_due(step, comm) or cut or reached
         answer, failure = False, None

@@ -1,4 +1,4 @@
-"""Log messages of a run under the logger "trainstack", filtered by the run's own level."""
+"""Log messages of a run with the logger "trainstack", filtered by the run's own level."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _logger = logging.getLogger("trainstack")
 
 
 class _LastResort(logging.NullHandler):
-    """Does nothing, unless the application has configured no handler: then warnings go to stderr.
+    """Does nothing if the application has configured a handler; otherwise warnings go to stderr.
 
-    Python does the same for a logger without handlers; a plain `NullHandler` would hide the warnings.
+    Python does the same for a logger without handlers. A plain `NullHandler` would hide the warnings.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -27,10 +27,10 @@ _logger.addHandler(_LastResort())
 
 
 class RunLogger:
-    """Logs what reaches `level`, so that two runs in one process can differ.
+    """Logs messages at `level` or above. The level belongs to the run, so two runs in one process can differ.
 
-    The library sets no level on the logger "trainstack": one of the application, there or on the root logger, holds
-    beside `level`.
+    The library sets no level on the logger "trainstack". A level that the application sets there or on the root logger
+    also applies.
 
     Args:
         level: `"DEBUG"`, `"INFO"`, `"WARNING"` or `"ERROR"`.
@@ -40,21 +40,21 @@ class RunLogger:
         self._level: int = getattr(logging, level)
 
     def info(self, message: str) -> None:
-        """Say something that is good to know."""
+        """Log useful information."""
         self.log(logging.INFO, message)
 
     def warning(self, message: str) -> None:
-        """Say something that may be a mistake."""
+        """Log a possible mistake."""
         self.log(logging.WARNING, message)
 
     def log(self, level: int, message: str) -> None:
-        """Say it at a level of the logging module."""
+        """Log `message` at a level of the logging module."""
         if level >= self._level:
             _logger.log(level, message)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`("a.b", 1)` for `{"a": {"b": 1}}`, and so on for all of `values`."""
+    """Flatten nested mappings: `{"a": {"b": 1}}` yields `("a.b", 1)`."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -63,5 +63,5 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def to_jsonable(values: dict[str, Any]) -> Any:
-    """`values` as JSON has them; what it has no word for, such as a writer, by the name of its type."""
+    """Convert `values` to JSON types; a value that JSON cannot represent becomes the name of its type."""
     return json.loads(json.dumps(values, default=lambda value: type(value).__name__))

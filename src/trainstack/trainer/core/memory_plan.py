@@ -1,4 +1,4 @@
-"""`MemoryPlan`, the bytes that one process needs, known before anything is allocated."""
+"""`MemoryPlan`: an estimate of the memory that one process needs, computed without an allocation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainstack.trainer.core.optimizer_memory import reading_ones, state_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on one process. Make one with `plan_memory`.
+    """Memory of one process in bytes. Make one with `plan_memory`.
 
     Attributes:
-        parameters: of the module; this process's part of those that are sharded.
-        gradients: of the parameters that are trained, likewise.
-        optimizer: states of the optimizers after their first step; None if it is not known.
-        buffers: of the module, whole.
-        gathered: the most that lies there whole for a while, of a sharded module: parameters outside of all units, two
-            units, and the gradients of one. With several micro-batches a step, the gradients of all.
-        activations: what one micro-batch keeps for its backward pass; None if it is not known.
-        unknown: why a number is None, by its name.
+        parameters: parameters of the module; of sharded ones, the shard of this process.
+        gradients: gradients of the trained parameters, sharded like these.
+        optimizer: states of the optimizers after their first step; None if unknown.
+        buffers: buffers of the module, which are never sharded.
+        gathered: peak of temporarily gathered memory of a sharded module: the parameters outside of all units, two
+            units, and the gradients of one unit. With several micro-batches a step, the gradients of all units.
+        activations: memory that the forward pass of one micro-batch saves for the backward pass; None if unknown.
+        unknown: reasons for values that are None, by the name of the attribute.
     """
 
     parameters: int
@@ -40,12 +40,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The sum of all that is known."""
+        """The sum of all known values."""
         parts = (self.parameters, self.gradients, self.optimizer, self.buffers, self.gathered, self.activations)
         return sum(part or 0 for part in parts)
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan as label and value, for a table."""
+        """Return the plan as pairs of label and value, for a table."""
         parts = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -62,12 +62,12 @@ class MemoryPlan:
         return [*rows, ("in all", format_bytes(self.total))]
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain values, `total` included."""
+        """Return all values as plain Python values, `total` included."""
         return asdict(self) | {"unknown": dict(self.unknown), "total": self.total}
 
 
 def format_bytes(size: int) -> str:
-    """`size` in the largest unit of which there is one, with three digits."""
+    """Format `size` in the largest unit that is at most `size`, with three significant digits."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = min(len(units) - 1, int(math.log(size, 1024))) if size else 0
     return f"{size / 1024**power:.3g} {units[power]}" if power else f"{size} bytes"
@@ -84,17 +84,18 @@ def plan_memory(
     step: Callable[[], Any] | None = None,
     reasons: Mapping[str, str] | None = None,
 ) -> MemoryPlan:
-    """Compute what one process needs. Nothing is allocated: the module may be on the meta device.
+    """Estimate the memory that one process needs. It allocates nothing: the module may be on the meta device.
 
     Args:
-        module: the module, with whole or sharded parameters.
-        optimizers: over its parameters; None if they are not known.
-        shards: the number of processes among which each parameter is divided, by rows, as `fsdp` does; 1 for none.
-        rank: of the process among these; rank 0 has the most.
-        units: the modules whose parameters are gathered together.
+        module: module with whole or sharded parameters.
+        optimizers: optimizers of its parameters; None if unknown.
+        shards: number of processes that share each parameter by rows, as `fsdp` does; 1 for none.
+        rank: rank of the process among these; rank 0 has the most rows.
+        units: modules whose parameters are gathered together.
         accumulation: micro-batches a step.
-        step: runs one forward pass of a micro-batch and returns its outputs; for the activations. None leaves them out.
-        reasons: why something is not given, by the names of the numbers.
+        step: function that runs the forward pass of one micro-batch and returns its outputs. None skips the estimate of
+            the activations.
+        reasons: reasons for missing arguments, by the name of the value in the plan.
     """
     named = list(module.parameters())
     trained = [one for one in named if one.requires_grad]
@@ -126,7 +127,7 @@ def plan_memory(
 
 
 def shard_count(module: nn.Module) -> int:
-    """Among how many processes the parameters of `module` are divided."""
+    """Return the number of processes that share the parameters of `module`."""
     found = next((one for one in module.parameters() if is_sharded(one)), None)
     if found is None:
         return 1
@@ -135,7 +136,7 @@ def shard_count(module: nn.Module) -> int:
 
 
 def _part(tensor: Tensor, shards: int, rank: int) -> int:
-    """Bytes of a process's rows of a tensor; all but the last processes that have any get equally many."""
+    """Return the bytes of the rows that process `rank` holds; `fsdp` divides rows as `torch.chunk` does."""
     whole = tensor.numel() * tensor.element_size()
     if shards == 1 or not tensor.dim() or not tensor.shape[0]:
         return whole
@@ -145,7 +146,7 @@ def _part(tensor: Tensor, shards: int, rank: int) -> int:
 
 
 def _bytes_of_states(optimizer: Optimizer, shards: int, rank: int) -> int:
-    """States of the parameter's shape are divided as it is; torch keeps others whole on each process."""
+    """Return the bytes of the states; only those with the shape of the parameter are sharded like it."""
     return sum(
         _part(state, shards if state.shape == parameter.shape else 1, rank)
         for parameter, state in state_tensors(optimizer)
@@ -168,7 +169,7 @@ def _whole(tensor: Tensor) -> int:
 
 
 def _saved_bytes(module: nn.Module, step: Callable[[], Any]) -> int:
-    """Bytes of the memory that a forward pass keeps for its backward pass, parameters and buffers left out."""
+    """Return the bytes that a forward pass saves for its backward pass, without parameters and buffers."""
     known = {_memory(one) for one in (*module.parameters(), *module.buffers())}
     kept = dict[int, tuple[Tensor, int]]()
 
@@ -179,7 +180,7 @@ def _saved_bytes(module: nn.Module, step: Callable[[], Any]) -> int:
 
     try:
         with reading_ones(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            result = step()
+            result = step()  # kept until the block ends: its graph owns the saved tensors
     except Exception as error:
         raise ValueError(f"a step on tensors without values failed: {type(error).__name__}: {error}") from error
     del result

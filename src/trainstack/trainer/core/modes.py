@@ -1,4 +1,4 @@
-"""Which parts of a module train in training mode."""
+"""Training and eval modes of the parts of a module during training."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from torch import nn
 
 Modes = Mapping[nn.Module, bool]
-"""Submodules, and whether each is in training mode."""
+"""Submodules, with True for training mode and False for eval mode."""
 
 
 class Decision(NamedTuple):
-    """What `decide_modes` found.
+    """Result of `decide_modes`.
 
     Attributes:
-        modes: of all submodules.
+        modes: modes of all submodules.
         kept: the largest parts that stay in eval mode.
-        changed: the names of the networks that were in eval mode and train in training mode; "" is the module itself.
+        changed: names of the parts that were in eval mode and train in training mode; "" is the module itself.
     """
 
     modes: dict[nn.Module, bool]
@@ -26,17 +26,17 @@ class Decision(NamedTuple):
 
 
 def decide_modes(module: nn.Module, kept_before: tuple[nn.Module, ...] = ()) -> Decision:
-    """The modes in which `module` trains, from the modes that the user gave its parts.
+    """Decide the modes in which `module` trains, from the modes that its parts have now.
 
-    A part that is wholly in eval mode keeps it if all its parameters are frozen, such as a backbone or a reference
-    model, or if it is a single layer inside a part in training mode, such as a batch norm. Any other part trains in
-    training mode, with all that it contains: `from_pretrained` of transformers returns whole models in eval mode, and
-    to keep that would train them without dropout.
+    A part that is completely in eval mode keeps it in two cases: all its parameters are frozen, such as in a backbone
+    or a reference model; or it is a single layer inside a part in training mode, such as a batch norm. All other parts
+    train in training mode, with everything in them. The reason is `from_pretrained` of transformers: it returns models
+    in eval mode, in which they would train without dropout.
 
     Args:
         module: the user's module.
-        kept_before: the parts that kept their eval mode when training began before. They keep it also where the whole
-            module was put into eval mode since.
+        kept_before: parts that kept their eval mode in an earlier call of `train()`. They keep it also if the whole
+            module has been put into eval mode since.
     """
     modes: dict[nn.Module, bool] = {}
     kept, changed = list[nn.Module](), list[str]()
@@ -60,7 +60,7 @@ def decide_modes(module: nn.Module, kept_before: tuple[nn.Module, ...] = ()) -> 
 
 
 def _largest_parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The parts that are not wholly in eval mode, and the largest ones that are, each once and with its name."""
+    """Yield the parts that contain a part in training mode, and the largest parts that do not; each once, with name."""
     seen = set[nn.Module]()
     waiting = [(module, "")]
     while waiting:
@@ -78,7 +78,7 @@ def _may_keep(part: nn.Module) -> bool:
 
 
 def describe_modes(module: nn.Module, decision: Decision) -> str:
-    """A sentence about what stays in eval mode and what does not."""
+    """Describe which parts stay in eval mode and which do not, for the log."""
     said = []
     if decision.kept:
         count = len(decision.kept)
@@ -90,17 +90,18 @@ def describe_modes(module: nn.Module, decision: Decision) -> str:
 
 
 def get_modes(module: nn.Module) -> dict[nn.Module, bool]:
-    """The modes of all submodules."""
+    """Return the modes of all submodules."""
     return {part: part.training for part in module.modules()}
 
 
 def begin_modes(module: nn.Module, modes: Modes) -> dict[nn.Module, bool]:
-    """Put the submodules into `modes` when training begins; returns those that result.
+    """Put the submodules into `modes` at the start of training, and return the resulting modes.
 
-    A part with a `train` of its own decides for what is inside it: such a method often keeps batch norms in eval mode.
+    A part whose class overrides `train` decides the modes of the parts inside it. Such a method often keeps batch norms
+    in eval mode.
     """
     wanted = dict(modes)
-    for part in module.modules():  # from the outside inwards
+    for part in module.modules():  # outer parts first: `train` of an outer part sets the modes of its inner parts
         mode = wanted.get(part, part.training)
         if not _has_own_train(part):
             part.training = mode
@@ -111,16 +112,16 @@ def begin_modes(module: nn.Module, modes: Modes) -> dict[nn.Module, bool]:
 
 
 def set_modes(module: nn.Module, modes: Modes) -> None:
-    """Put the submodules into `modes` again. One that `modes` does not know, such as a new layer, stays as it is.
+    """Put the submodules into `modes`. A part that is not in `modes`, such as a new layer, keeps its mode.
 
-    `train` of a part is called where its class defines it, for it may do more than set the flag, such as merge weights.
+    If the class of a part overrides `train`, this method is called: it may do more, such as merge weights.
     """
     for part in module.modules():
         mode = modes.get(part)
         if mode is None or part.training is mode:
             continue
         if _has_own_train(part):
-            part.train(mode)  # the parts inside it follow, and are put right after it
+            part.train(mode)  # also changes its inner parts, whose own modes follow in the next iterations
         else:
             part.training = mode
 

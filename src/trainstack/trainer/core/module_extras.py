@@ -1,4 +1,4 @@
-"""`ModuleExtras` keeps what belongs to an exact resume of a module and is not in its `state_dict`."""
+"""`ModuleExtras`: the state of a module that an exact resume needs and that is not in its `state_dict`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Form = tuple[torch.dtype, list[int]] | None
 
 
 class ModuleExtras:
-    """Which parameters are frozen, the non-persistent buffers, and buffers that have another form than at the start.
+    """Frozen flags, non-persistent buffers, and buffers whose dtype or shape differs from the start.
 
-    A checkpoint has what training has changed. So a flag or a table that the code sets otherwise before the run resumes
-    has its new value.
+    A checkpoint holds only the values that training has changed. If the code sets another flag or table before the run
+    resumes, the module keeps this new value.
 
     Args:
-        module: as `__init__` has made it, before it gets its state.
+        module: module after `__init__`, before its state is loaded.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,12 +36,12 @@ class ModuleExtras:
         self.begin()
 
     def begin(self) -> None:
-        """Compare with the module of now, which is what each process makes before it resumes."""
+        """Take the current module as the start; each process builds this module before it resumes."""
         self._flags = {name: one.requires_grad for name, one in self._module.named_parameters()}
         self._marks = _marks(self._module)
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; tensors are the live ones."""
+        """Return the state for a checkpoint; tensors are not copied."""
         self._is_known, module = True, self._module
         flags = {name: one.requires_grad for name, one in module.named_parameters()}
         buffers, marks = dict(_buffers(module, persistent=False)), _marks(module)
@@ -53,7 +53,7 @@ class ModuleExtras:
         }
 
     def fit(self, forms: Mapping[str, _Form], module_state: Any) -> None:
-        """Give buffers the dtypes and shapes of their values in `module_state`, before these are loaded."""
+        """Give buffers the dtypes and shapes of their values in `module_state`. Call it before these are loaded."""
         known, loaded = dict(_buffers(self._module, persistent=True)), list(_tensors_in(module_state))
         for name, form in forms.items():
             if name in known and _form_of(known[name]) == form:
@@ -62,17 +62,17 @@ class ModuleExtras:
                 one for key, one in loaded if (name == key or name.endswith(f".{key}")) and _form_of(one) == form
             )
             value = None if form is None else next(fitting, None)
-            if form is None or value is not None:  # memory is taken for tensors that are there, whatever the forms say
+            if form is None or value is not None:  # never allocate from a form alone: it may come from a damaged file
                 self._set(name, value, persistent=True)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Take back what `get_state` returned; None for a checkpoint that has nothing of it."""
+        """Restore the state from `get_state`; None for a checkpoint without it."""
         self._is_known = state is not None
         if state is not None:
             self._put_back(state["requires_grad"], state["buffers"])
 
     def get_values(self) -> dict[str, Any]:
-        """All flags and values of now, for a state in memory; nothing where the checkpoint had nothing of them."""
+        """Return all current flags and values, for a snapshot in memory; empty if the checkpoint had none of them."""
         if not self._is_known:
             return {}
         frozen = [name for name, one in self._module.named_parameters() if not one.requires_grad]
@@ -83,7 +83,7 @@ class ModuleExtras:
         }
 
     def put_back(self, values: Mapping[str, Any], module_state: Any) -> None:
-        """Take back what `get_values` returned, before the module gets the state that it had then."""
+        """Restore the values from `get_values`. Call it before the module's state of the same time is loaded."""
         self.fit(values.get("forms", {}), module_state)
         flags, names = {}, set(values.get("frozen", ()))
         if "frozen" in values:
@@ -103,7 +103,7 @@ class ModuleExtras:
                 now.data.copy_(value)
 
     def _set(self, name: str, value: Tensor | None, *, persistent: bool) -> None:
-        """Register a buffer on the device of the one that it replaces, or of the parameters."""
+        """Register a buffer on the device of the buffer that it replaces, or else on that of the parameters."""
         path, _, key = name.rpartition(".")
         owner = dict(self._module.named_modules(remove_duplicate=False)).get(path)
         if owner is None or (key not in owner._buffers and hasattr(owner, key)):
@@ -113,7 +113,7 @@ class ModuleExtras:
         owner.register_buffer(key, value if value is None else value.to(device, copy=True), persistent=persistent)
 
     def warn_of_additions(self, log: RunLogger) -> None:
-        """Say, once, which parameters a new process does not make, so that it cannot load the checkpoint."""
+        """Warn once about parameters that a new process does not have, so that it cannot load the checkpoint."""
         module = self._module
         names = (without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False))
         added = [name for name in names if name not in self._names]
@@ -122,19 +122,22 @@ class ModuleExtras:
         self._has_warned = True
         log.warning(
             f"the parameters {', '.join(added[:8])}{', ...' * (len(added) > 8)} were added after "
-            f"{type(module).__name__}.__init__. A new process makes the module without them, so it cannot resume from "
-            "this checkpoint. Make them in __init__ and use them when it is time, or override update_state: make those "
-            "that the state has there, then call super().update_state(state)."
+            f"{type(module).__name__}.__init__. A new process builds the module without them, so it cannot resume from "
+            "this checkpoint. Create them in __init__, or override update_state: create the parameters that the state "
+            "contains, then call super().update_state(state)."
         )
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter or buffer under which the state has it, also if `torch.compile` has wrapped its owner."""
+    """Return the name in the state of a parameter or buffer, without the prefix that `torch.compile` inserts."""
     return name.replace("_orig_mod.", "")
 
 
 def _buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor | None]]:
-    """The buffers that a checkpoint can hold, also those that are None, by name."""
+    """Yield the buffers that a checkpoint can hold, with their names; None for a buffer that is None.
+
+    torch 2.13.0: `named_buffers` omits buffers that are None and does not give the persistence.
+    """
     for path, owner in module.named_modules():
         for key, value in owner._buffers.items():
             is_plain = type(value) is Tensor and value.layout is torch.strided
@@ -145,7 +148,7 @@ def _buffers(module: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tens
 
 
 def _tensors_in(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested dicts, with their keys."""
+    """Yield the tensors in nested dicts, with their keys."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Tensor):
             yield str(key), value
@@ -157,7 +160,7 @@ def _form_of(value: Tensor | None) -> _Form:
 
 
 def _marks(module: nn.Module) -> dict[str, Any]:
-    """Forms and checksums of the non-persistent buffers."""
+    """Return dtypes, shapes and checksums of the non-persistent buffers."""
     found = dict(_buffers(module, persistent=False))
     sums = iter(checksums(one for one in found.values() if one is not None))
     return {name: None if one is None else (_form_of(one), next(sums)) for name, one in found.items()}

@@ -1,4 +1,4 @@
-"""`ModuleSnapshot` keeps the buffers and parameters of a module by owner and name, and restores them."""
+"""`ModuleSnapshot` saves the buffers and parameters of a module by owner and name, and restores them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _Registry = dict[str, Any]
 
 
 class ModuleSnapshot:
-    """What a module holds, to be restored after a step that must leave no trace.
+    """Copy of a module's values, to be restored after a step that must not change the module.
 
-    A name may refer to another object afterwards: `self.running = 0.9 * self.running + ...` assigns a buffer anew. So
-    the snapshot keeps owners and names, and for each tensor the object and a copy of its value. `restore` puts all
-    three back. It removes names that were added and adds names that were removed.
+    After a step a name may refer to another object: `self.running = 0.9 * self.running + ...` assigns a new tensor to
+    the buffer. Therefore the snapshot keeps owners and names, and for each tensor the object and a copy of its value.
+    `restore` restores all three. It removes names that were added and adds names that were removed.
 
     Args:
-        module: whose submodules are the owners.
-        parameters: keep parameters, their gradients and the registered submodules too, not only the buffers. Gradients
-            are kept without a copy: set `.grad` to None before a backward pass adds to them.
+        module: module whose submodules are the owners.
+        parameters: also keep parameters, their gradients and the registered submodules, not only buffers. Gradients are
+            kept without a copy: set `.grad` to None before a backward pass adds to them.
     """
 
     def __init__(self, module: nn.Module, *, parameters: bool = False) -> None:
@@ -34,15 +34,16 @@ class ModuleSnapshot:
         self._settings: list[tuple[nn.Parameter, bool, Tensor | None]] = []
 
     def keep(self) -> None:
-        """Keep what the module holds now, in place of what was kept before.
+        """Save the current values, in place of the earlier ones.
 
-        A module without buffers costs a walk over its submodules, and no memory. The memory of copies is used again.
+        Copies reuse the memory of the earlier copies. For a module without buffers the cost is one loop over its
+        submodules.
         """
         self._owners = owners = _submodules(self._module)
         before, self._values, self._registries, self._transient = self._values, {}, [], []
         for owner in owners:
-            # torch 2.13.0: `_buffers` has the objects, None among them. `named_buffers` leaves None out, and a tensor
-            # that has two names is in it once.
+            # torch 2.13.0: `_buffers` also has the entries that are None, and each name of a tensor with two names.
+            # `named_buffers` omits both.
             if owner._buffers:
                 self._keep_registry(owner._buffers, before)
                 self._transient.append((owner._non_persistent_buffers_set, set(owner._non_persistent_buffers_set)))
@@ -60,9 +61,9 @@ class ModuleSnapshot:
                 self._values[id(tensor)] = value if value is not None and value.keep() else _Value(tensor)
 
     def restore(self) -> None:
-        """Make the module what it was when `keep` was called."""
+        """Restore the values of the last call of `keep`."""
         for owner in self._owners:
-            owner._buffers.clear()  # those that had no buffers may have some now
+            owner._buffers.clear()  # an owner without buffers may have new ones
             owner._non_persistent_buffers_set.clear()
         for registry, entries in self._registries:
             registry.clear()
@@ -71,7 +72,7 @@ class ModuleSnapshot:
             names.update(kept)
         for parameter, requires_grad, _ in self._settings:
             parameter.requires_grad_(requires_grad)
-            parameter.grad = None  # torch compares a new gradient with the parameter as it is
+            parameter.grad = None  # torch checks an assigned gradient against the current shape of the parameter
         for value in self._values.values():
             value.restore()
         for parameter, _, gradient in self._settings:
@@ -84,8 +85,8 @@ class _Value:
     __slots__ = ("copy", "memory", "plain", "restorable", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        # `.data` shares the memory. Its shape does not change when the tensor is resized or gets other memory, and a
-        # write to it does not raise the version of the tensor, which autograd compares.
+        # `.data` shares the memory. Its shape stays the same if the tensor is resized or gets other memory, and a write
+        # to it does not increase the version counter that autograd compares.
         self.tensor, self.memory = tensor, tensor.data
         has_storage = tensor.layout is torch.strided and not is_sharded(tensor)
         without_values = has_storage and tensor.numel() > 0 == tensor.untyped_storage().nbytes()
@@ -99,7 +100,7 @@ class _Value:
         self.restorable = not without_values
 
     def keep(self) -> bool:
-        """Keep the value of now in the same copy; False if it does not fit."""
+        """Copy the current value into the existing copy; return False if it does not fit."""
         if not self.plain or self._moved:
             return False
         self.copy.copy_(self.memory)
@@ -108,18 +109,18 @@ class _Value:
     def restore(self) -> None:
         if not self.restorable:
             return
-        if self.tensor.layout is torch.sparse_coo:  # the number of its values may have changed
+        if self.tensor.layout is torch.sparse_coo:  # in-place copies fail if the number of its values has changed
             self.tensor.data = self.copy.clone()
             return
         if self.plain and self._moved:
             self.tensor.data = self.memory
-        # What has not changed is not written: the memory may be read-only, or that of an expanded tensor.
+        # Unchanged values are not written: the memory may be read-only or belong to an expanded tensor.
         if not (self.plain and torch.equal(_bytes(self.memory), _bytes(self.copy))):
             self.memory.copy_(self.copy)
 
     @property
     def _moved(self) -> bool:
-        """Whether the tensor has another memory, shape or dtype now."""
+        """Whether the tensor now has another memory, shape or dtype."""
         return self.tensor.dtype is not self.memory.dtype or not self.tensor.is_set_to(self.memory)
 
 
@@ -128,7 +129,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:
-    """What `module.modules()` gives, in a fraction of its time."""
+    """Return the modules of `module.modules()`; faster, because no generators are nested (torch 2.13.0)."""
     found, seen = [module], {id(module)}
     for owner in found:
         for child in owner._modules.values():

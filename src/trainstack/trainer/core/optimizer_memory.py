@@ -1,4 +1,4 @@
-"""`state_tensors` finds the state that an optimizer will have, by a step on tensors without memory."""
+"""`state_tensors` determines the state of an optimizer after its first step, by a step on the meta device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from trainstack._dispatch import dispatch_to
 
 
 def state_tensors(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor of the state after a first step, on the meta device, beside the parameter that it belongs to.
+    """Return each tensor of the state after a first step, on the meta device, with the parameter that it belongs to.
 
-    A copy of the optimizer makes the step, over parameters and gradients of the same shapes and dtypes. Where it reads
-    a value, it gets a one. The optimizer and its parameters do not change.
+    A copy of the optimizer runs a step with parameters and gradients of the same shapes and dtypes. A value that the
+    step reads from a tensor, as with `item()`, is 1. The optimizer and its parameters do not change.
+
+    Returns:
+        Pairs of parameter and state tensor.
 
     Raises:
         ValueError: the step needs a closure or values, or the optimizer keeps tensors outside of its groups; the
-            message says which.
+            message gives the reason.
     """
     kept = [
         name for name, value in vars(optimizer).items() if name not in _OWN and next(_tensors(value), None) is not None
@@ -37,7 +40,7 @@ def state_tensors(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
             trial.step()
     except Exception as error:
         raise ValueError(
-            f"{type(optimizer).__name__} takes no step without values: {type(error).__name__}: {error}"
+            f"{type(optimizer).__name__} cannot step without values: {type(error).__name__}: {error}"
         ) from error
     return [(real[id(stand_in)], tensor) for stand_in, state in trial.state.items() for tensor in _tensors(state)]
 
@@ -46,21 +49,21 @@ _OWN = ("param_groups", "state", "defaults")
 
 
 def _copy_of(optimizer: Optimizer, real: dict[int, Tensor]) -> Optimizer:
-    """`optimizer` over stand-ins for its parameters, without state and hooks; `real` gets the parameters of these."""
+    """Copy `optimizer` without state and hooks, over stand-ins; `real` gets the parameter of each stand-in by id."""
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [
         {**group, "params": [_stand_in(one, real) for one in group["params"]], **_portable(group)}
         for group in optimizer.param_groups
     ]
-    vars(trial).pop("step", None)  # a scheduler of torch counts the steps there
+    vars(trial).pop("step", None)  # torch 2.13.0: a scheduler replaces `step` by a method that counts the steps
     for name in [name for name in vars(trial) if name.endswith("_hooks")]:
         setattr(trial, name, OrderedDict())
     return trial
 
 
 def _portable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings under which a step runs on any device; the state is the same."""
+    """Return settings with which a step runs on any device; they do not change the form of the state."""
     return {name: False for name in ("fused", "capturable") if group.get(name)}
 
 
@@ -75,7 +78,7 @@ def _stand_in(parameter: Tensor, real: dict[int, Tensor]) -> Tensor:
 
 
 def reading_ones() -> AbstractContextManager[Any]:
-    """A block in which a one is read from each tensor without memory, as by `item()`."""
+    """Context manager in which a value that is read from a meta tensor, as with `item()`, is 1."""
 
     def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

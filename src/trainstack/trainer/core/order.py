@@ -1,7 +1,7 @@
-"""The order of training data as pure arithmetic.
+"""The order of training data, as arithmetic without I/O.
 
-A permutation of (seed, epoch) is cut into global batches, each global batch into the processes' shares, and each
-share into micro-batches. So every process count and every micro-batch size sees the same global batches.
+A permutation of (seed, epoch) is cut into global batches, each global batch into the shares of the processes, and each
+share into micro-batches. Therefore the global batches do not depend on the number of processes or the micro-batch size.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from trainstack.trainer.core.shuffling import (
 )
 
 _MASK = (1 << 64) - 1
-_ROUND_KEY = 0x6F72646572  # "order": a key of a round is no seed of a sample
+_ROUND_KEY = 0x6F72646572  # "order" in ASCII: keeps the keys of rounds apart from the seeds of samples
 
 EpochOrder = Tensor | KeyedPermutation | DataSetOrder
 """The index at each position of an epoch."""
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit number out of several, each bit depending on all of them.
+    """Mix `numbers` into one 64-bit number; each bit depends on all of them.
 
-    The finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014),
-    applied to one number after the other.
+    It applies the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014) to
+    one number after the other.
     """
     state = 0x9E3779B97F4A7C15
     for number in numbers:
@@ -46,13 +46,15 @@ def mix(*numbers: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlice:
-    """One process's part of one global batch.
+    """Share of one process in one global batch.
 
     Attributes:
-        micro_batches: data set indices, one int64 tensor a micro-batch; empty for a process without samples.
-        samples: how many samples the global batch holds on all processes together.
-        borrowed: indices of micro-batches that this process runs with weight 0, before its own: all run as many.
-        uneven: whether any process has such micro-batches.
+        micro_batches: dataset indices, one int64 tensor of shape `(samples,)` for each micro-batch; empty for a process
+            without samples.
+        samples: number of samples in the global batch on all processes together.
+        borrowed: indices of micro-batches that this process runs with weight 0 before its own, so that all processes
+            run equally many.
+        uneven: whether any process has borrowed micro-batches.
     """
 
     micro_batches: tuple[Tensor, ...]
@@ -62,26 +64,26 @@ class RankSlice:
 
     @property
     def all_micro_batches(self) -> tuple[Tensor, ...]:
-        """Those that are borrowed, and its own."""
+        """The borrowed micro-batches, followed by the process's own."""
         return self.borrowed + self.micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataOrder:
-    """Which samples each process trains on, at which global step.
+    """Determines the samples of each process at each global step.
 
     Args:
-        length: samples in the data set.
+        length: samples in the dataset.
         global_batch: samples a global step, over all processes.
-        micro_batch: samples a forward pass, at most.
+        micro_batch: largest number of samples in a forward pass.
         world_size: number of processes.
-        rank: which of them this is.
-        seed: of the permutations; ignored without `shuffle`.
-        shuffle: a new permutation each epoch; otherwise data set order.
-        drop_last: leave out a last global batch that is not full.
-        lengths: of the samples, int64 of shape `(length,)`: batches then hold samples of like lengths.
-        window: samples that are sorted by length together; None for those of 50 global batches.
-        version: how more than `LARGEST_IN_MEMORY` samples are shuffled, see `ORDER_VERSION`.
+        rank: rank of this process.
+        seed: seed of the permutations; ignored without `shuffle`.
+        shuffle: whether each epoch has a new permutation; otherwise the order is that of the dataset.
+        drop_last: whether to omit a last global batch that is not full.
+        lengths: lengths of the samples, int64 of shape `(length,)`. If given, a batch holds samples of similar lengths.
+        window: number of samples that are sorted by length together; None for 50 global batches.
+        version: version of the shuffle for more than `LARGEST_IN_MEMORY` samples, see `ORDER_VERSION`.
     """
 
     length: int
@@ -97,7 +99,7 @@ class DataOrder:
     version: int = ORDER_VERSION
 
     def indices(self, epoch: int) -> EpochOrder:
-        """The order of `epoch`. Above `LARGEST_IN_MEMORY` samples it takes no memory, unless `lengths` do.
+        """Return the order of `epoch`. Above `LARGEST_IN_MEMORY` samples without `lengths`, it takes no memory.
 
         Raises:
             CheckpointMismatchError: the version is unknown.
@@ -111,21 +113,22 @@ class DataOrder:
         return KeyedPermutation(self.length, [mix(self.seed, epoch, _ROUND_KEY, number) for number in range(ROUNDS)])
 
     def permutation(self, epoch: int) -> Tensor:
-        """The order of the whole epoch in memory: an int64 tensor of shape `(length,)`. It is that of version 0."""
+        """Return the order of the whole epoch as an int64 tensor of shape `(length,)`, shuffled as in version 0."""
         if not self.shuffle:
             return torch.arange(self.length)
-        # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+        # The shift gives a seed of 63 bits, which is the same number as a signed and as an unsigned integer.
         generator = torch.Generator().manual_seed(mix(self.seed, epoch) >> 1)
         order = torch.randperm(self.length, generator=generator)
         return order if self.lengths is None else self._grouped(order, self.lengths, generator)
 
     def _grouped(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-        """`order` sorted by length within windows, whose global batches come in random order.
+        """Sort `order` by length within windows, and put the global batches of these into random order.
 
-        The batch with the longest sample comes first, so that a lack of memory shows at once. A last batch that is not
-        full stays the last; its samples are drawn from all.
+        The batch with the longest sample is the first, so that an out-of-memory error occurs at the first step. A last
+        batch that is not full stays the last; its samples are a random part of all.
         """
         full = self.length - self.length % self.global_batch
+        # 50 batches, as in the length-grouped sampler of transformers.
         window = max(1, (self.window or 50 * self.global_batch) // self.global_batch) * self.global_batch
         parts = [
             part[torch.argsort(lengths[part], descending=True, stable=True)]
@@ -139,7 +142,7 @@ class DataOrder:
         return torch.cat([batches.flatten(), parts[-1]])
 
     def first(self, number: int) -> Sequence[int]:
-        """The first `number` indices of epoch 0; all of them, in any order, if it is negative."""
+        """Return the first `number` indices of epoch 0; all of them, in any order, if it is negative."""
         if number < 0 and self.length > LARGEST_IN_MEMORY:
             return range(self.length)
         order = self.indices(0)
@@ -149,19 +152,19 @@ class DataOrder:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples of a full epoch, over all processes."""
+        """The number of samples in a full epoch, over all processes."""
         return self.length - self.length % self.global_batch if self.drop_last else self.length
 
     def local_batches(self, epoch: int, start: int = 0) -> Iterator[RankSlice]:
-        """This process's share of each global batch of `epoch`, from the sample at position `start` on."""
+        """Yield this process's share of each global batch of `epoch`, starting with the sample at position `start`."""
         order = self.indices(epoch)
         batches, ahead = tee(range(start, self.samples_per_epoch, self.global_batch))
         for begin, mine in zip(batches, self._shares(order, ahead), strict=True):
             end = min(begin + self.global_batch, self.samples_per_epoch)
             low, extra = divmod(end - begin, self.world_size)
             own = torch.split(mine, self.micro_batch) if len(mine) else ()
-            # Rank 0 has the most samples. Its first micro-batch is lent: it is as large as a real one, on which layers
-            # such as batch norm depend.
+            # The borrowed micro-batch is the first one of rank 0, which has the most samples. It is as large as a real
+            # one, because layers such as batch norm depend on the size.
             passes, fewest = -(-(low + (extra > 0)) // self.micro_batch), -(-low // self.micro_batch)
             borrowed: tuple[Tensor, ...] = ()
             if passes > len(own):
@@ -171,13 +174,13 @@ class DataOrder:
             yield RankSlice(micro_batches=own, samples=end - begin, borrowed=borrowed, uneven=fewest < passes)
 
     def _shares(self, order: EpochOrder, begins: Iterable[int]) -> Iterator[Tensor]:
-        """The indices of this process in the global batches that begin at `begins`."""
+        """Return the indices of this process in the global batches that start at the positions `begins`."""
         spans = (self._span(begin) for begin in begins)
         return (order[span] for span in spans) if isinstance(order, Tensor) else order.parts(spans)
 
     def _span(self, begin: int) -> slice:
         end = min(begin + self.global_batch, self.samples_per_epoch)
-        if self.lengths is not None:  # in turn, so that the ranks get like lengths and take as long as each other
+        if self.lengths is not None:  # every `world_size`-th sample, so that all ranks get similar lengths
             return slice(begin + self.rank, end, self.world_size)
         low, extra = divmod(end - begin, self.world_size)
         first = begin + self.rank * low + min(self.rank, extra)
@@ -185,7 +188,7 @@ class DataOrder:
 
 
 class OrderCursor:
-    """Looks up this process's share of a global batch; of successive ones without a new permutation each time."""
+    """Looks up this process's share of a global batch; successive shares use the same permutation."""
 
     def __init__(self, order: DataOrder) -> None:
         self._order = order
@@ -194,7 +197,7 @@ class OrderCursor:
         self._shares: Iterator[RankSlice] = iter(())
 
     def share(self, epoch: int, start: int) -> RankSlice | None:
-        """The share of the global batch that begins at the sample at position `start`; None behind the last."""
+        """Return the share of the global batch that starts at position `start`; None after the last one."""
         if (epoch, start) != self._place:
             if (epoch, start) != self._next:
                 self._shares = self._order.local_batches(epoch, start)

@@ -1,4 +1,4 @@
-"""`TrainingPlan`, all step arithmetic of a run."""
+"""`TrainingPlan`: all step arithmetic of a run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from trainstack.errors import ConfigurationError
 
 
 def split_evenly(number: int, limit: int | None) -> tuple[int, int]:
-    """The fewest parts of at most `limit` that `number` samples have room in, and the size of the larger ones.
+    """Divide `number` samples into the fewest parts of at most `limit`; return their number and the largest size.
 
-    The last part may be smaller. Without a limit, or within it, there is one part.
+    The last part may be smaller. Without a limit there is one part.
     """
     parts = 1 if limit is None else -(-number // limit)
     return parts, -(-number // parts)
 
 
 def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction:
-    """`fraction` of all global `steps` of a run, taken as written: 0.07 of 100 is 7.
+    """Return `fraction` of all global `steps` of a run, in decimal as written: 0.07 of 100 is exactly 7.
 
     Raises:
-        ConfigurationError: their number is not known; `name` is the argument that the user set.
+        ConfigurationError: the number of steps is unknown; the message calls the argument `name`.
     """
     if steps is None:
         raise ConfigurationError(
-            f"{name}={fraction} is a fraction of all global steps of the run, and how many those are is unknown: "
+            f"{name}={fraction} is a fraction of all global steps of the run, and their number is unknown: "
             "the training loader has no length. Write a whole number of steps, or give the loader a length."
         )
     return Fraction(str(fraction)) * steps
@@ -35,25 +35,25 @@ def fraction_of_steps(name: str, fraction: float, steps: int | None) -> Fraction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """How many samples, micro-batches and global steps a run consists of.
+    """Numbers of samples, micro-batches and global steps of a run.
 
     A global step is one optimizer update over all processes. Make one with `TrainingPlan.make`.
 
     Attributes:
         global_batch: samples a global step, over all processes (`train_batch_size`).
         process_batch: samples a global step on one process.
-        micro_batch: samples a forward pass, at most; the last one of a step may have fewer.
-        accumulation: micro-batches a global step on one process: as few as the limit allows.
+        micro_batch: largest number of samples in a forward pass; the last micro-batch of a step may have fewer.
+        accumulation: micro-batches a global step on one process, as few as the limit allows.
         world_size: number of processes.
-        epochs: epochs of the whole run, the last of them perhaps cut short by `max_steps`.
+        epochs: epochs of the whole run; `max_steps` may cut the last one short.
         samples_per_epoch: samples an epoch over all processes, after `drop_last`; None if unknown.
-        batches_per_epoch: micro-batches an epoch that a single process would see; None if unknown.
-        steps_per_epoch: global steps an epoch, exactly; None if unknown.
+        batches_per_epoch: micro-batches an epoch, over all processes; None if unknown.
+        steps_per_epoch: exact number of global steps an epoch; None if unknown.
         last_step_samples: samples in the last global step of a full epoch; None if unknown.
-        max_steps_per_epoch: the user's cap.
-        max_steps: global steps of the whole run, if the user gave their number instead of epochs.
-        is_sampled: whether each step draws a sample of random size, as private training does. The numbers of samples
-            are then means, and `process_batch` and `micro_batch` are rounded up.
+        max_steps_per_epoch: the user's limit on global steps an epoch; None for no limit.
+        max_steps: global steps of the whole run, if the user set them; otherwise `epochs` decides.
+        is_sampled: whether each step draws a sample of random size, as in private training. Then the numbers of samples
+            are expectations, and `process_batch` and `micro_batch` are rounded up.
     """
 
     global_batch: int
@@ -85,19 +85,21 @@ class TrainingPlan:
         max_steps: int | float | None = None,
         is_sampled: bool = False,
     ) -> TrainingPlan:
-        """Do the arithmetic.
+        """Compute a plan.
 
         Args:
-            train_batch_size: the global batch.
-            gpu_batch_size_limit: samples that fit into one forward pass; None: as many as a process has in a step.
+            train_batch_size: samples a global step, over all processes.
+            gpu_batch_size_limit: largest number of samples in a forward pass; None for no limit.
             world_size: number of processes.
-            epochs: of the whole run.
-            dataset_length: samples in the data set, where the library orders them.
-            loader_length: otherwise, batches of a loader with a custom order, which the processes take in turn.
-            drop_last: leave out a last global batch that is not full.
-            max_steps_per_epoch: cap on global steps an epoch; a float is a fraction of them.
-            max_steps: global steps of the whole run, whatever `epochs` says; a float is a fraction of theirs.
-            is_sampled: each step draws a sample of random size, which any number of processes can share.
+            epochs: epochs of the whole run.
+            dataset_length: samples in the dataset, if the library orders them.
+            loader_length: batches of a loader with a custom order, which the processes take in turn; used without
+                `dataset_length`.
+            drop_last: whether to omit a last global batch that is not full.
+            max_steps_per_epoch: limit on global steps an epoch; a float is a fraction of them.
+            max_steps: global steps of the whole run, which override `epochs`; a float is a fraction of the steps in
+                `epochs`.
+            is_sampled: whether each step draws a sample of random size, which any number of processes can share.
 
         Raises:
             ConfigurationError: the global batch cannot be divided evenly among the processes, or a limit is a
@@ -108,7 +110,7 @@ class TrainingPlan:
             choices = " or ".join(str(b) for b in (lower, lower + world_size) if b > 0)
             raise ConfigurationError(
                 f"train_batch_size={train_batch_size} cannot be divided among {world_size} processes: it is the "
-                f"number of samples a step over all of them. Write train_batch_size={choices}."
+                f"number of samples a step over all processes. Write train_batch_size={choices}."
             )
         process_batch = -(-train_batch_size // world_size)
         accumulation, micro = split_evenly(process_batch, gpu_batch_size_limit)
@@ -132,23 +134,23 @@ class TrainingPlan:
 
     @property
     def total_steps(self) -> int | Any:
-        """Global steps of the whole run; None if the length of an epoch is unknown."""
+        """The number of global steps of the whole run; None if the length of an epoch is unknown."""
         if self.max_steps is not None:
             return self.max_steps
         return None if self.steps_per_epoch is None else self.steps_per_epoch * self.epochs
 
     def rest(self, epoch: int, global_step: int) -> TrainingPlan:
-        """The plan of what is left before `epoch`, when `global_step` steps are made; at least one epoch or step."""
+        """Return the plan of the rest of the run from `epoch`, after `global_step` steps; at least 1 epoch or step."""
         steps = None if self.max_steps is None else max(1, self.max_steps - global_step)
         return replace(self, epochs=max(1, self.epochs - epoch), max_steps=steps)
 
     def with_end(self, epochs: int, max_steps: int | float | None) -> TrainingPlan:
-        """The plan of the same data with another end; arguments and errors are those of `make`."""
+        """Return the plan of the same data with another end; arguments and errors are those of `make`."""
         steps, epochs = _limited(max_steps, self.steps_per_epoch, epochs)
         return replace(self, epochs=epochs, max_steps=steps)
 
     def with_micro_batch(self, limit: int) -> TrainingPlan:
-        """The plan of the same data in micro-batches of at most `limit` samples; `samples_per_epoch` must be known."""
+        """Return the plan with micro-batches of at most `limit` samples; `samples_per_epoch` must be known."""
         assert self.samples_per_epoch is not None
         accumulation, micro = split_evenly(self.process_batch, limit)
         batches = _micro_batches(self.samples_per_epoch, self.global_batch, micro, accumulation * self.world_size)
@@ -156,11 +158,11 @@ class TrainingPlan:
 
     @property
     def last_micro_batch(self) -> int:
-        """Samples in the last micro-batch of a full step."""
+        """The number of samples in the last micro-batch of a full step."""
         return self.process_batch - (self.accumulation - 1) * self.micro_batch
 
     def ends_within_epoch(self, global_step: int, steps_in_epoch: int) -> bool:
-        """Whether the run is over at a step that is not the last of its epoch, as far as that is known."""
+        """Whether the run ends at a step before the last step of its epoch, as far as the length is known."""
         if self.max_steps is None or global_step < self.max_steps:
             return False
         length = self.max_steps_per_epoch if self.steps_per_epoch is None else self.steps_per_epoch
@@ -168,10 +170,10 @@ class TrainingPlan:
 
     @property
     def estimated_global_steps_per_epoch(self) -> int:
-        """An upper bound: `batches // (processes * accumulation) + 1`, capped; what modules are given.
+        """An upper bound of the global steps an epoch, which modules get: `batches // (processes * accumulation) + 1`.
 
-        PyMarlin's documented formula. The exact number is `steps_per_epoch`. Zero if nothing is known and
-        nothing is capped.
+        This is the documented formula of PyMarlin, limited by `max_steps_per_epoch` and `max_steps`. The exact number
+        is `steps_per_epoch`. It is 0 if the length is unknown and there is no limit.
         """
         caps = [cap for cap in (self.max_steps_per_epoch, self.max_steps) if cap is not None]
         if self.batches_per_epoch is None:
@@ -179,11 +181,11 @@ class TrainingPlan:
         return min([self.batches_per_epoch // (self.world_size * self.accumulation) + 1, *caps])
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan as label and value, for a table."""
+        """Return the plan as pairs of label and value, for a table."""
         unknown = "unknown until the loader ends"
         processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         if self.is_sampled:
-            drawn = f"{self.global_batch} on average, drawn anew in each step; {processes}"
+            drawn = f"{self.global_batch} on average, a new random sample each step; {processes}"
             rows = [("global batch", f"{drawn}, micro-batches of at most {self.micro_batch}")]
         else:
             rows = [("global batch", f"{self.global_batch} = {processes} x {self._micro_batches_text()}")]
@@ -203,26 +205,26 @@ class TrainingPlan:
         return f"{text}, the last of {self.last_micro_batch}" if short else text
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers as plain values, `total_steps` included."""
+        """Return all numbers as plain Python values, `total_steps` included."""
         return asdict(self) | {"total_steps": self.total_steps}
 
 
 def _whole_cap(cap: int | float | None, steps: int | None) -> int | None:
-    """`cap` as a number of global steps; a fraction of the `steps` of an epoch is rounded up."""
+    """Return `cap` as a number of global steps; a fraction of the `steps` of an epoch is rounded up."""
     if not isinstance(cap, float):
         return cap
     if steps is None:
         raise ConfigurationError(
-            f"max_train_steps_per_epoch={cap} is a fraction of the global steps of an epoch, and how many those are is "
+            f"max_train_steps_per_epoch={cap} is a fraction of the global steps of an epoch, and their number is "
             "unknown: the training loader has no length. Write a whole number of steps."
         )
     return math.ceil(Fraction(str(cap)) * steps)
 
 
 def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> tuple[int | None, int]:
-    """`max_steps` as a number, a fraction of all steps rounded up, and the epochs that it takes.
+    """Return `max_steps` as a whole number, a fraction rounded up, and the epochs that these steps take.
 
-    Epochs stay what they are where their steps are unknown, or where there are none.
+    If the number of steps in an epoch is unknown or 0, the number of epochs does not change.
     """
     if max_steps is None:
         return None, epochs
@@ -235,7 +237,7 @@ def _limited(max_steps: int | float | None, steps: int | None, epochs: int) -> t
 def _lengths(
     dataset: int | None, loader: int | None, global_batch: int, micro: int, in_step: int, drop_last: bool
 ) -> dict[str, int | None]:
-    """The lengths of one epoch, as far as they can be known, with so many micro-batches in a step on all processes."""
+    """Return the lengths of one epoch, None if unknown; `in_step` is the number of micro-batches a global step."""
     samples = tail = batches = steps = None
     if dataset is not None:
         full, rest = divmod(dataset, global_batch)
@@ -254,6 +256,6 @@ def _lengths(
 
 
 def _micro_batches(samples: int, global_batch: int, micro: int, in_step: int) -> int:
-    """How many micro-batches an epoch of `samples` has, with `in_step` of them in a full step."""
+    """Return the micro-batches in an epoch of `samples`, with `in_step` of them in a full step."""
     full, rest = divmod(samples, global_batch)
     return full * in_step + -(-rest // micro)

@@ -1,4 +1,4 @@
-"""Capture, restore and isolation of random states."""
+"""Capture, restore and isolate the states of random generators."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's, numpy's and torch's global generators (all devices)."""
+    """Seed the global generators of python, numpy and torch on all devices."""
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # which would keep the request, and the stack it came from, for devices that are not there
+    else:  # torch.manual_seed would keep a call, with its stack, for each kind of device that does not exist
         torch.default_generator.manual_seed(seed)
 
 
 Seed = int | RandomStreams
-"""The source of random numbers: a seed of the user's, or the streams of a private run."""
+"""The source of random numbers: a user's seed, or the streams of a private run."""
 
 
 def _seed_one(seed: Seed, device: torch.device) -> None:
-    """Seed the generators of the host and of `device`, and of no other device; `capture_rng` was called before."""
+    """Seed the generators of the host and of `device` only, because callers restore only these."""
     if isinstance(seed, RandomStreams):
         seed.seed_all(device, (), "isolated")
         return
@@ -43,9 +43,9 @@ def _seed_one(seed: Seed, device: torch.device) -> None:
 
 
 def _seed_each(seeds: Mapping[str, int], device: torch.device) -> None:
-    """Seed each generator of the host and of `device` by its name in `capture_rng`."""
+    """Seed the generators of the host and of `device`, each by its name in `capture_rng`."""
     random.seed(seeds["python"])
-    np.random.seed(seeds["numpy"] & 0xFFFFFFFF)
+    np.random.seed(seeds["numpy"] & 0xFFFFFFFF)  # numpy takes 32 bits
     torch.default_generator.manual_seed(seeds["torch"])
     if device.type == "cpu":
         return
@@ -58,7 +58,7 @@ def _seed_each(seeds: Mapping[str, int], device: torch.device) -> None:
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """The state of every global generator that training on `device` may draw from, as plain values and tensors."""
+    """Return the states of all global generators that training on `device` may use, as plain values and tensors."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -70,10 +70,10 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put back what `capture_rng` returned.
+    """Restore the states from `capture_rng`.
 
     Raises:
-        CheckpointMismatchError: the state was captured for another kind of device.
+        CheckpointMismatchError: the states were captured for another kind of device.
     """
     if device.type != "cpu" and device.type not in state:
         raise CheckpointMismatchError(
@@ -89,7 +89,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def isolated_rng(seed: Seed, device: torch.device) -> Iterator[None]:
-    """A block that draws from generators seeded with `seed` and leaves the outer ones as they were."""
+    """Context manager that seeds the generators with `seed`, and restores their states at the end of the block."""
     saved = capture_rng(device)
     try:
         _seed_one(seed, device)
@@ -100,7 +100,7 @@ def isolated_rng(seed: Seed, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def preserve_host_rng() -> Iterator[None]:
-    """A block after which the generators of the host are what they were; for loading samples in this process."""
+    """Context manager that restores the generators of the host; for samples that are loaded in this process."""
     saved = capture_rng(_HOST)
     try:
         yield
@@ -109,22 +109,23 @@ def preserve_host_rng() -> Iterator[None]:
 
 
 def separate_ranks(world: World) -> None:
-    """Let each rank draw other random numbers than the others; all ranks call it together.
+    """Give each rank different random numbers. All ranks call it together.
 
-    Rank 0 keeps its generators, so that one process equals a plain loop. The others derive each of theirs from the
-    state that this generator has on rank 0, and from their rank: who seeds torch alone gets the same numbers of torch.
+    Rank 0 keeps its generators, so that one process gives the same numbers as a plain loop. Each other rank derives the
+    seed of each generator from the state of the same generator on rank 0 and from its rank. So a user who seeds only
+    torch gets reproducible numbers from torch.
     """
     if world.size == 1:
         return
     digests = {name: _digest(state) for name, state in capture_rng(world.device).items()}
     digests = world.comm.broadcast_object(digests, "the random state of rank 0")
     if world.rank:
-        # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+        # The shift gives a seed of 63 bits, which is the same number as a signed and as an unsigned integer.
         _seed_each({name: mix(digest, world.rank) >> 1 for name, digest in digests.items()}, world.device)
 
 
 def _digest(state: Any) -> int:
-    """64 bits that depend on all of a generator's state."""
+    """Hash the whole state of a generator to 64 bits."""
     if isinstance(state, torch.Tensor):
         data = state.cpu().numpy().tobytes()
     else:
@@ -134,39 +135,39 @@ def _digest(state: Any) -> int:
 
 
 def seed_sample(seed: Seed, epoch: int, index: int) -> None:
-    """Seed the host's generators for one sample, so that its augmentation depends on nothing else.
+    """Seed the host's generators for one sample, so that its augmentation depends only on the arguments.
 
-    Whatever process, worker or micro-batch loads sample `index` in `epoch`, it draws the same numbers. The generators
-    are those of the process: another thread that draws from them at the same time changes the numbers.
+    Sample `index` gets the same random numbers in `epoch` in any process, worker or micro-batch. The global generators
+    are used: another thread that draws from them at the same time changes the numbers.
 
-    A record that is drawn several times in an epoch has the same numbers each time, in a private run too. Given the
-    secret key, the dataset of an epoch is then a fixed one, and steps on it compose as without augmentation.
+    A record that is drawn several times in an epoch has the same numbers each time, also in a private run. Given the
+    secret key, the dataset of an epoch is therefore fixed, and steps compose as without augmentation.
     """
     if isinstance(seed, RandomStreams):
         seed.seed_host("sample", epoch, index)
         return
     key = mix(seed, epoch, index)
-    # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+    # The shift gives a seed of 63 bits, which is the same number as a signed and as an unsigned integer.
     torch.default_generator.manual_seed(key >> 1)
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
 
 
 _LOADER = -1
-"""In the place of a sample's index in the seed of a loader's generators."""
+"""Takes the place of a sample's index in the seed of a loader's generators; no sample has a negative index."""
 
 T = TypeVar("T")
 
 
 class LoaderGenerators:
-    """The state of the host's generators under which a loader with an order of its own is used.
+    """States of the host's generators with which a loader with a custom order is used.
 
-    It derives from (seed, epoch) alone, so all ranks read the same stream, whatever else draws random numbers there.
-    The state is swapped in for a block. Outside of it the generators of the process are what they were.
+    They derive only from (seed, epoch), so that all ranks draw the same numbers, independent of other random numbers in
+    the process. As a context manager it installs these states, and restores those of the process at the end.
 
     Args:
-        seed: of the run.
-        epoch: for which the loader is used.
+        seed: seed of the run.
+        epoch: epoch in which the loader is used.
     """
 
     def __init__(self, seed: Seed, epoch: int) -> None:
@@ -186,7 +187,7 @@ class LoaderGenerators:
         restore_rng(self._outer, _HOST)
 
     def get_state(self) -> dict[str, Any]:
-        """The state that the next block begins with."""
+        """Return the states at the start of the next block."""
         if self._state is None:
             with self:
                 pass
@@ -194,18 +195,18 @@ class LoaderGenerators:
         return self._state
 
     def update_state(self, state: dict[str, Any]) -> None:
-        """Let the next block begin with what `get_state` returned."""
+        """Set the states for the next block, from `get_state`."""
         self._state = state
 
 
 class IsolatedIterator(Generic[T]):
-    """An iterator that is made and used under generators other than those of the process.
+    """Iterator that is made and advanced with the states of `generators`.
 
     Args:
-        generators: swapped in around each call.
-        make: returns the iterator.
-        first_alone: whether only `make` and the first item draw. Then the generators are not swapped for the others,
-            which would cost more than a small batch.
+        generators: states that are installed around each call.
+        make: function that returns the iterator.
+        first_alone: whether only `make` and the first item draw random numbers. Then later items are loaded without a
+            change of states, which would take longer than a small batch.
     """
 
     def __init__(

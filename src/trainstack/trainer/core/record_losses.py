@@ -1,4 +1,4 @@
-"""Losses of single records from a criterion that takes a mean over the batch, for private training."""
+"""Losses of single records from a criterion with a mean over the batch, for private training."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from torch.nn import functional as F
 
 
 def without_reduction(loss: Callable[..., Any]) -> Callable[..., Any] | None:
-    """`loss` with `reduction="none"`; None where it has no such option, or is no plain mean.
+    """Return `loss` with `reduction="none"`; None if it has no such option or its mean is not a mean over records.
 
     Args:
-        loss: a module with an attribute `reduction`, or a function with such a parameter, that is `"mean"`.
+        loss: module with an attribute `reduction`, or function with a parameter `reduction`; the value is `"mean"`.
     """
-    if isinstance(loss, nn.CTCLoss) or getattr(loss, "func", loss) is F.ctc_loss:  # its mean divides by lengths
+    # The mean of the CTC loss also divides each loss by the length of its target.
+    if isinstance(loss, nn.CTCLoss) or getattr(loss, "func", loss) is F.ctc_loss:
         return None
     if isinstance(loss, nn.Module):
         if getattr(loss, "reduction", None) != "mean":
             return None
-        copied = copy.copy(loss)  # which shares its parameters
+        copied = copy.copy(loss)  # a shallow copy shares the parameters
         copied.__dict__["reduction"] = "none"
         return copied
     return functools.partial(loss, reduction="none") if _default(loss, "reduction") == "mean" else None
 
 
 def own_means(losses: Any, target: Any, loss: Callable[..., Any]) -> Tensor | None:
-    """The mean of each record over its own elements, `(records,)`, or None if `losses` has not one row a record.
+    """Return the mean loss of each record over its elements, `(records,)`; None if `losses` has not one row a record.
 
-    Elements whose target is the `ignore_index` of `loss` do not count. A record without others has the loss 0.
+    Elements whose target is the `ignore_index` of `loss` do not count. A record with only such elements has the loss 0.
     """
     if not isinstance(losses, Tensor) or losses.dim() == 0 or not isinstance(target, Tensor) or target.dim() == 0:
         return None
     if losses.shape[0] != target.shape[0]:
         return None
-    if losses.dim() == 1:  # that of an ignored target is 0
+    if losses.dim() == 1:  # one loss a record; it is 0 if the target is ignored
         return losses
     ignored = loss.ignore_index if hasattr(loss, "ignore_index") else _default(loss, "ignore_index")
     if isinstance(ignored, int) and not target.is_floating_point() and losses.shape == target.shape:
@@ -51,6 +52,6 @@ def own_means(losses: Any, target: Any, loss: Callable[..., Any]) -> Tensor | No
 def _default(function: Callable[..., Any], name: str) -> Any:
     try:
         parameter = inspect.signature(function).parameters.get(name)
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin without a signature
         return None
     return None if parameter is None else parameter.default

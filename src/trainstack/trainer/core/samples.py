@@ -1,4 +1,4 @@
-"""How many samples a batch holds, and how many items its loss is a mean over."""
+"""The number of samples in a batch, and the number of items in the mean of its loss."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OVERRIDE = (
 
 
 def samples_in(batch: Any, *, lists_are_fields: bool = False) -> int:
-    """How many samples a collated batch holds.
+    """Return the number of samples in a collated batch.
 
-    That is the length of the first dimension of the first tensor or array in it that has dimensions, or the length of a
-    list of strings, numbers, dicts or 0-dim tensors, if that comes first. `differing_lengths` says where others differ.
+    It is the length of the first dimension of the first tensor or array that has dimensions, or the length of a list of
+    strings, numbers, dicts or 0-dim tensors, if that comes first. `differing_lengths` reports other lengths.
 
     Args:
-        batch: as the loader gave it.
-        lists_are_fields: a list has an item for each field of a sample, as torch's collate functions make it. Otherwise
-            a list of similar tensors is refused, for it may also have a tensor for each sample.
+        batch: batch from the loader.
+        lists_are_fields: whether a list has an item for each field of a sample, as from torch's collate functions.
+            Otherwise a list of similar tensors is an error, because it may also have a tensor for each sample.
 
     Raises:
-        ModuleContractError: nothing in it tells, or it can be read in two ways; `batch_weight` must be overridden.
+        ModuleContractError: the number is unknown or ambiguous; `batch_weight` must be overridden.
     """
     fields_known = type(batch) is tuple or (type(batch) is list and lists_are_fields)
     if fields_known and batch and type(batch[0]) is Tensor and batch[0].dim():
@@ -45,8 +45,8 @@ def samples_in(batch: Any, *, lists_are_fields: bool = False) -> int:
 
 
 def differing_lengths(batch: Any) -> str | None:
-    """The warning for a batch whose parts are not of one length, so that the first may not be that of the samples."""
-    if type(batch) in (list, tuple) and len(batch) == 2:  # the usual case, cheaply
+    """Return a warning if the parts of a batch have different lengths: the first may not be the number of samples."""
+    if type(batch) in (list, tuple) and len(batch) == 2:  # fast path for the usual pair of inputs and targets
         one, two = batch
         if type(one) is type(two) is Tensor and one.dim() and two.dim() and one.shape[0] == two.shape[0]:
             return None
@@ -54,18 +54,18 @@ def differing_lengths(batch: Any) -> str | None:
     known = [length for length in lengths if length is not None]
     if not known or (len(set(known)) == 1 and (len(known) > 1 or len(lengths) == 1)):
         return None
-    sizes = ", ".join("none" if length is None else str(length) for length in lengths[:6])
+    sizes = ", ".join("none" if length is None else str(length) for length in lengths[:6])  # 6: one line of a message
     return (
-        f"the first dimensions of the tensors in a batch differ ({sizes}): the batch counts as {known[0]} samples, the "
-        f"first of them. {_OVERRIDE}"
+        f"the first dimensions of the tensors in a batch differ ({sizes}): the first of them is used, so the batch "
+        f"counts as {known[0]} samples. {_OVERRIDE}"
     )
 
 
 def checked_weight(weight: Any) -> float:
-    """What `batch_weight` returned, as a float.
+    """Convert the result of `batch_weight` to a float.
 
     Raises:
-        ModuleContractError: it is inf, nan or negative, or no number.
+        ModuleContractError: it is inf, nan, negative or not a number.
     """
     try:
         number = (
@@ -75,22 +75,22 @@ def checked_weight(weight: Any) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise ModuleContractError(
-            f"batch_weight returned {weight!r}: return how many items the loss of the batch is a mean over, "
+            f"batch_weight returned {weight!r}: return the number of items that the loss of the batch is a mean over, "
             "a finite number >= 0, such as (labels != -100).sum()."
         )
     return number
 
 
 IGNORED_LABEL = -100
-"""The label that `torch.nn.functional.cross_entropy` leaves out of its mean by default."""
+"""The label that `torch.nn.functional.cross_entropy` ignores by default."""
 
 
 def labels_in(labels: Any, *, shifted: bool = False) -> int | None:
-    """How many labels a loss is a mean over: those that are not -100; None where `labels` are no tensor of integers.
+    """Return the number of labels in the mean of a loss: those that are not -100. None if `labels` has no integers.
 
     Args:
-        labels: of any shape.
-        shifted: the first label of each row is not predicted, as in a causal language model.
+        labels: integer tensor of any shape.
+        shifted: whether the first label of each row is not predicted, as in a causal language model.
     """
     if (
         not isinstance(labels, Tensor)
@@ -105,7 +105,7 @@ def labels_in(labels: Any, *, shifted: bool = False) -> int | None:
 
 
 def _lengths(item: Any, lists_are_fields: bool, nested: bool = False) -> Iterator[int | None]:
-    """The lengths of the parts of a batch; None for a tensor without dimensions."""
+    """Yield the lengths of the parts of a batch; None for a tensor without dimensions."""
     if isinstance(item, PackedSequence):
         raise ModuleContractError(
             f"a PackedSequence has time steps of several samples, and the loss may be a mean over either. {_OVERRIDE}"
@@ -142,7 +142,7 @@ def _has_one_item_a_sample(items: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _may_be_samples(items: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether `items` are tensors or arrays of one shape, or like images of several sizes."""
+    """Whether `items` are tensors or arrays of one shape, or of images with different sizes (3 dimensions or more)."""
     shapes = [getattr(item, "shape", None) for item in items]
     if len(items) < 2 or not all(shapes) or len({getattr(item, "dtype", None) for item in items}) > 1:
         return False
@@ -151,7 +151,7 @@ def _may_be_samples(items: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _check_fields(items: list[Any] | tuple[Any, ...], lists_are_fields: bool, nested: bool) -> None:
-    """Refuse what may be a tensor for each sample or a tensor for each field."""
+    """Raise an error for a list that may have a tensor for each sample or a tensor for each field."""
     known = lists_are_fields if isinstance(items, list) else hasattr(items, "_fields")
     first = getattr(items[0], "shape", None) if items else None
     if not known and ((nested and first) or (isinstance(items, list) and _may_be_samples(items))):

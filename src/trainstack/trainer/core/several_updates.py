@@ -1,4 +1,4 @@
-"""Steps of several updates: whether a module makes them, and `NextPart`, which a module runs for each."""
+"""Training steps with several updates: checks of a module, and `NextPart`, the code for one update."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ HOW_TO_YIELD = "Write `yield loss, optimizer`, or `yield loss` for all optimizer
 
 
 class NextPart:
-    """What a module runs in the place of `train_step`, within the same layers.
+    """Code that a module runs in place of `train_step`, inside the same layers.
 
     Args:
-        run: the part, such as the code between two `yield`.
+        run: function for this part, such as the code between two `yield`.
     """
 
     run: Callable[[], Any]
@@ -30,16 +30,16 @@ class NextPart:
 
 
 class PartResult(NamedTuple):
-    """Whether `train_step` has ended, and what it returned or yielded."""
+    """Whether `train_step` has ended, and the value that it returned or yielded."""
 
     ended: bool
     value: Any
 
     def split(self) -> tuple[Any, Any]:
-        """Of what was yielded: the loss, and the optimizers; None for all of them.
+        """Split a yielded value into the loss and the optimizers; None for all optimizers.
 
         Raises:
-            ModuleContractError: it is neither a loss nor a pair.
+            ModuleContractError: the value is neither a loss nor a pair.
         """
         given = self.value
         if isinstance(given, tuple | list):
@@ -51,41 +51,46 @@ class PartResult(NamedTuple):
         named = [key for key in given if "optim" in str(key).lower()] if isinstance(given, dict) else []
         if named:
             raise ModuleContractError(
-                f"train_step yielded a dict with the key {named[0]!r}, which nothing reads. {HOW_TO_YIELD}."
+                f"train_step yielded a dict with the key {named[0]!r}, which is not used. {HOW_TO_YIELD}."
             )
         return given, None
 
 
 def yields_updates(module: Any) -> bool:
-    """Whether the training step of `module` is a generator function: its `train_step`, or that of the trainer."""
+    """Whether the training step of `module` is a generator function: its `train_step` or that of the trainer."""
     step = module._given_step(Stage.TRAIN) or module.train_step
     return inspect.isgeneratorfunction(inspect.unwrap(step))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` of `optimizer` cannot be called without a closure."""
+    """Whether the `step` method of `optimizer` requires a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_updates(work: Workload, layers: Sequence[Any], skip_nonfinite: bool = False) -> bool:
-    """Whether the steps of `work` make several updates or evaluate a closure.
+    """Return whether the steps of `work` make several updates or evaluate a closure.
+
+    Args:
+        work: has the module and the optimizers.
+        layers: layers of the backend.
+        skip_nonfinite: whether `nonfinite="skip"` is set.
 
     Raises:
-        ConfigurationError: they do, and a layer refuses it.
+        ConfigurationError: they do, and a layer or `skip_nonfinite` does not support it.
     """
     closures = [type(one).__name__ for one in work.optimizers if needs_closure(one)]
     yields = yields_updates(work.module)
     if closures and not yields and len(work.optimizers) > 1:
         raise ConfigurationError(
-            f"{closures[0]} evaluates the loss several times a step, beside {len(work.optimizers) - 1} other "
-            "optimizers. Let train_step say which loss is whose: `yield compute_loss, optimizer` for each, where "
+            f"{closures[0]} evaluates the loss several times a step, and there are {len(work.optimizers) - 1} other "
+            "optimizers. train_step must assign a loss to each: `yield compute_loss, optimizer` for each, where "
             "compute_loss is a function without parameters."
         )
     for layer in layers:
         if yields and layer.refuses_updates:
             raise ConfigurationError(
-                f"train_step yields, for several updates in a step; {layer.name!r} takes one: {layer.refuses_updates}."
+                f"train_step yields, for several updates a step; {layer.name!r} supports one: {layer.refuses_updates}."
             )
     if closures:
         check_closures(closures[0], layers, skip_nonfinite)
@@ -93,11 +98,11 @@ def check_updates(work: Workload, layers: Sequence[Any], skip_nonfinite: bool = 
 
 
 def check_closures(optimizer: str, layers: Iterable[Any], skip_nonfinite: bool = False) -> None:
-    """Refuse a closure that a layer cannot evaluate, or whose update cannot be left out."""
+    """Raise an error if a layer cannot evaluate closures, or if updates with a closure would have to be skipped."""
     if skip_nonfinite:
         raise ConfigurationError(
-            f"nonfinite='skip' with {optimizer}, which evaluates a closure: it has moved the weights by the time that "
-            "a loss is found to be inf or nan, so the update cannot be left out. Write nonfinite='raise'."
+            f"nonfinite='skip' with {optimizer}, which evaluates a closure: it has changed the weights before a loss "
+            "is known to be inf or nan, so the update cannot be skipped. Write nonfinite='raise'."
         )
     for layer in layers:
         if layer.refuses_closures:

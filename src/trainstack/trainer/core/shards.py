@@ -1,4 +1,4 @@
-"""States with sharded tensors: whole in checkpoints and exports, one tensor after the other, and divided again."""
+"""Sharded tensors in states: gather them one after the other for checkpoints and exports, and shard them again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trainstack.errors import CheckpointError
 
 
 def has_shards(module: nn.Module) -> bool:
-    """Whether a layer has divided parameters of `module` among the processes."""
+    """Whether parameters of `module` are sharded over the processes."""
     return any(map(is_sharded, module.parameters()))
 
 
 def set_values(tensor: Tensor, values: Tensor) -> None:
-    """`tensor.data = values`; of a sharded tensor a copy, as `fully_shard` keeps its own view of the memory."""
+    """Set `tensor.data = values`; a sharded tensor gets a copy, because `fully_shard` keeps a view of its memory."""
     if is_sharded(tensor):
         tensor.data.copy_(values)
     else:
@@ -33,22 +33,22 @@ def set_values(tensor: Tensor, values: Tensor) -> None:
 
 
 def kept_values(tensor: Tensor) -> Tensor:
-    """What `set_values` gives back later: `tensor.data`, or a copy of a sharded tensor."""
+    """Return the values for a later `set_values`: `tensor.data`, or a copy for a sharded tensor."""
     return tensor.data.clone() if is_sharded(tensor) else tensor.data
 
 
 def gather_shards(
     state: Any, *, keep: bool, main_of: World | None = None, which: Callable[[Any], bool] = is_sharded
 ) -> Any:
-    """A copy of `state` in which each sharded tensor is whole and on the CPU. All processes call it together.
+    """Copy `state` with each sharded tensor whole and on the CPU. All processes call it together.
 
-    One tensor after the other becomes whole, in an order that does not depend on how a process has filled its dicts.
+    The tensors are gathered one after the other, in an order that does not depend on the insertion order of dicts.
 
     Args:
-        state: nested dicts, lists and tuples; equal on all processes but for the parts of sharded tensors.
-        keep: whether this process needs the result. Else an empty tensor stands for each sharded one.
-        main_of: the world, where its main process alone needs the result, which spares the others the memory.
-        which: of the sharded tensors; the others stay as they are.
+        state: nested dicts, lists and tuples; equal on all processes except for the shards of tensors.
+        keep: whether this process needs the result. Otherwise it gets an empty tensor for each sharded one.
+        main_of: the world, if only its main process needs the result; the other processes then need less memory.
+        which: selects the sharded tensors to gather; the others are not changed.
     """
 
     def gathered(number: int, tensor: Tensor) -> Tensor:
@@ -59,17 +59,17 @@ def gather_shards(
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor on all processes, which call it together. Some copies exist for a moment."""
+    """Gather a sharded tensor on all processes. Collective. For a short time several copies exist."""
     full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     return full
 
 
 def gather_to_main(tensor: Any, world: World) -> Tensor | None:
-    """The whole of a sharded tensor on the CPU of the main process, and None on the others; all call it together.
+    """Gather a sharded tensor on the CPU of the main process; the other processes get None. Collective.
 
-    The others send their rows into its memory. So the main process holds the whole once, and the others hold their own
-    part, where `full_tensor` takes up to four times the whole on each (torch 2.13.0, gloo). A tensor that is divided in
-    another way than by rows is gathered on all.
+    The other processes send their rows directly into the result. So only the main process holds the whole tensor, once.
+    `full_tensor` instead takes up to four times the whole tensor on each process (torch 2.13.0, gloo). A tensor that is
+    not sharded by rows is gathered on all processes.
     """
     counts = _rows_of_ranks(tensor, world.size)
     if counts is None:
@@ -82,9 +82,9 @@ def gather_to_main(tensor: Any, world: World) -> Tensor | None:
 
 
 def _rows_of_ranks(tensor: Any, size: int) -> list[int] | None:
-    """How many rows each process of the world gives to the whole, in their order; replicas of others give none.
+    """Return the number of rows that each process contributes to the whole tensor, in rank order; replicas have 0.
 
-    None if `tensor` is not divided by rows over the first processes, as `fsdp` divides it.
+    None if `tensor` is not sharded by rows over the first processes, as `fsdp` shards it.
     """
     mesh = tensor.device_mesh
     divided = [number for number, one in enumerate(tensor.placements) if not one.is_replicate()]
@@ -99,18 +99,18 @@ def _rows_of_ranks(tensor: Any, size: int) -> list[int] | None:
 
 
 class ShardGatherer:
-    """Makes the sharded tensors of a state whole while rank 0 writes them: one at a time, when rank 0 asks for it.
+    """Gathers the sharded tensors of a state while rank 0 writes it: one at a time, when rank 0 requests it.
 
-    All processes make one from equal states, and then run `wait_for_rank_zero` together, in which the others call
-    `answer`. So the order in which rank 0 uses the tensors is its own.
+    All processes make one from equal states and then call `wait_for_rank_zero` together, in which the other ranks call
+    `answer`. So rank 0 can use the tensors in any order.
 
     Args:
         state: as for `gather_shards`.
-        world: of this process.
+        world: world of this process.
 
     Attributes:
-        state: with a `DeferredTensor` for each sharded one on rank 0, which can be used within `serving`. On other
-            ranks it is as it was.
+        state: on rank 0 the state with a `DeferredTensor` for each sharded tensor, which can be read within `serving`;
+            on other ranks the given state.
     """
 
     state: Any
@@ -127,8 +127,8 @@ class ShardGatherer:
     def _read(self, number: int) -> Tensor:
         if self._ask is None:
             raise CheckpointError(
-                "a sharded tensor of a checkpoint was used after the checkpointer's save() had returned. Copy what is "
-                "to be kept before."
+                "a sharded tensor of a checkpoint was read after the checkpointer's save() had returned. Copy the "
+                "tensors that you need inside save()."
             )
         self._ask(str(number))
         whole = gather_to_main(self._tensors[number], self._world)
@@ -136,12 +136,12 @@ class ShardGatherer:
         return whole
 
     def answer(self, request: str) -> None:
-        """Take part in what rank 0 has asked for."""
+        """Take part in the gathering of the tensor that rank 0 requests."""
         gather_to_main(self._tensors[int(request)], self._world)
 
     @contextmanager
     def serving(self, ask: Callable[[str], None]) -> Iterator[None]:
-        """A block in which the deferred tensors can be used; on rank 0."""
+        """Context manager on rank 0 in which the deferred tensors can be read."""
         self._ask = ask
         try:
             yield
@@ -150,19 +150,19 @@ class ShardGatherer:
 
 
 def local_shards(state: Any) -> Any:
-    """`state` with this process's part in place of each sharded tensor."""
+    """Return `state` with this process's shard in place of each sharded tensor."""
     return move_tensors(state, lambda one: next(plain_parts(one)) if is_sharded(one) else one)
 
 
 def states_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of `checkpoint`, for `gather_shards` and `ShardGatherer`."""
+    """Return the fields of `checkpoint`, for `gather_shards` and `ShardGatherer`."""
     return {one.name: getattr(checkpoint, one.name) for one in dataclasses.fields(checkpoint)}
 
 
 def copy_values(target: Tensor, values: Tensor) -> None:
-    """`target.copy_(values)`, in place and without a gradient.
+    """Copy `values` into `target` in place, without a gradient.
 
-    Of a sharded `target` this process's part is copied, of whole `values`. A `DeferredTensor` has memory in here only.
+    A sharded `target` gets this process's shard of whole `values`. A `DeferredTensor` has memory only during the call.
     """
     with torch.no_grad():
         if is_sharded(target) and not is_sharded(values):
@@ -171,7 +171,7 @@ def copy_values(target: Tensor, values: Tensor) -> None:
 
 
 def fit_shards(state: Any, like: Any) -> Any:
-    """A copy of `state` with this process's part of each tensor that is sharded in `like`, at the same place."""
+    """Copy `state` with this process's shard of each tensor that is sharded at the same place in `like`."""
     if isinstance(state, Tensor):
         fits = isinstance(like, Tensor) and is_sharded(like) and not is_sharded(state) and state.shape == like.shape
         return shard_like(state, like) if fits else state

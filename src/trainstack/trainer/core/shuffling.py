@@ -1,4 +1,4 @@
-"""Permutations that need no memory: the sample at a position is computed from a key."""
+"""Permutations without memory: the index at a position is computed from a key."""
 
 from __future__ import annotations
 
@@ -13,42 +13,43 @@ from torch import Tensor
 from trainstack.errors import CheckpointMismatchError
 
 ORDER_VERSION = 1
-"""How a new run shuffles more than `LARGEST_IN_MEMORY` samples. 0: `torch.randperm`; 1: `KeyedPermutation`."""
+"""Version of the shuffle of more than `LARGEST_IN_MEMORY` samples in new runs. 0: `torch.randperm`; 1:
+`KeyedPermutation`."""
 LARGEST_IN_MEMORY = 2**20
-"""Samples up to which a permutation is a tensor of `torch.randperm`, in every version."""
+"""Up to this number of samples (8 MiB of int64), a permutation is a tensor of `torch.randperm` in every version."""
 BLOCK = 4096
-"""Positions computed in one go. A call of numpy costs about a microsecond, whatever it computes."""
+"""Positions that are computed together, so that the overhead of numpy, about 1 us a call, is small."""
 
 ROUNDS = 6
-"""Of the network. Neighbours of 257 samples are measurably dependent after 4 rounds, and not after 6."""
+"""Rounds of the network. Neighbours of 257 samples are measurably dependent after 4 rounds, and not after 6."""
 
 
 def check_order_version(version: int) -> int:
-    """`version` of the order, if this release knows it.
+    """Return `version` if this release supports it.
 
     Raises:
-        CheckpointMismatchError: it does not.
+        CheckpointMismatchError: the version is unknown.
     """
     if version not in range(ORDER_VERSION + 1):
         raise CheckpointMismatchError(
-            f"the checkpoint's run shuffles its data by version {version} of the order, and this release of trainstack "
-            f"knows versions 0 to {ORDER_VERSION}: it would train on other samples. Resume with the release that wrote "
-            "the checkpoint, or a later one."
+            f"the checkpoint's run shuffles its data with version {version} of the order, and this release of "
+            f"trainstack has versions 0 to {ORDER_VERSION}: it would train on other samples. Resume with the release "
+            "that wrote the checkpoint, or a later one."
         )
     return version
 
 
 class KeyedPermutation:
-    """A permutation of `range(length)`: a Feistel network over pairs of numbers, as a sequence of indices.
+    """A permutation of `range(length)` as a sequence of indices: a Feistel network over pairs of numbers.
 
     A position is written as a pair (left, right) with `left < rows` and `right < columns`. Each of 6 rounds adds a
     keyed hash of one number to the other one, modulo `rows` or `columns`, so each round is a bijection of the pairs.
-    Pairs beyond `length` are permuted again until they lie within (cycle walking), which keeps the bijection (Black,
-    Rogaway: Ciphers with Arbitrary Finite Domains, 2002). `rows * columns` exceeds `length` by less than the square
-    root, so few pairs need it; powers of two would need up to 4 passes for each position.
+    Results beyond `length` are permuted again until they are in range (cycle walking), which preserves the bijection
+    (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002). `rows * columns` exceeds `length` by less than the
+    square root, so few positions need it; powers of two would need up to 4 passes for each position.
 
-    The order is that of a shuffle, not a cipher: it keeps no secret. A change of any constant here needs a new
-    `ORDER_VERSION`.
+    The permutation is a shuffle, not a cipher: it does not keep the key secret. A change of any constant here needs a
+    new `ORDER_VERSION`.
 
     Args:
         length: from 1 to 2**63.
@@ -58,7 +59,8 @@ class KeyedPermutation:
     def __init__(self, length: int, keys: Sequence[int]) -> None:
         self._length = length
         root = isqrt(length - 1) + 1
-        # Both numbers stay near the root: with 1 column, a permutation would be a mere rotation.
+        # Both numbers stay near the root, because with 1 column the permutation would only be a rotation. 64 candidates
+        # are enough to find one with a small excess.
         candidates = range(root, root + 1 + min(63, root // 16))
         rows = min(candidates, key=lambda one: (-length % one, one))
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-length // rows))
@@ -69,7 +71,7 @@ class KeyedPermutation:
         return self._length
 
     def __getitem__(self, at: int) -> int:
-        """The index at one position; fast for positions that follow each other."""
+        """Return the index at one position; fast for successive positions."""
         block, place = divmod(range(self._length)[at], BLOCK)
         if block != self._block:
             span = slice(block * BLOCK, min((block + 1) * BLOCK, self._length))
@@ -78,7 +80,7 @@ class KeyedPermutation:
         return self._values[place]
 
     def parts(self, spans: Iterable[slice]) -> Iterator[Tensor]:
-        """The indices at each of `spans`, int64. They are computed in blocks of several spans."""
+        """Yield the indices at each of `spans`, int64 of shape `(stop - start,)`, computed in blocks."""
         waiting, size = list[Any](), 0
         for span in spans:
             waiting.append(np.arange(span.start, span.stop, dtype=np.uint64))
@@ -112,7 +114,7 @@ class KeyedPermutation:
 
 
 class DataSetOrder:
-    """The indices of `range(length)` in their order, with the methods of `KeyedPermutation`."""
+    """The indices of `range(length)` in ascending order, with the methods of `KeyedPermutation`."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -124,14 +126,14 @@ class DataSetOrder:
         return range(self._length)[at]
 
     def parts(self, spans: Iterable[slice]) -> Iterator[Tensor]:
-        """The indices at each of `spans`, int64."""
+        """Yield the indices at each of `spans`, int64 of shape `(stop - start,)`."""
         return (torch.arange(span.start, span.stop) for span in spans)
 
 
 def _shifted(value: Any, other: Any, key: Any, size: Any) -> Any:
-    """`value` plus a hash of `other`, modulo `size`; all are uint64 below 2**32, on which `size` times the hash fits.
+    """Return `value` plus a hash of `other`, modulo `size`; uint64 below 2**32, so `size` times the hash fits 64 bits.
 
-    The hash is uniform to within `size / 2**32`, and the sum is a bijection of `value` whatever the hash is.
+    The hash is uniform up to `size / 2**32`, and the sum is a bijection of `value` for any hash.
     """
     drawn = other ^ key
     drawn *= _FIRST
@@ -141,8 +143,8 @@ def _shifted(value: Any, other: Any, key: Any, size: Any) -> Any:
     drawn *= size
     drawn >>= _HALF
     drawn += value
-    return np.minimum(drawn, drawn - size)  # below 0 it wraps around, and the other one is the smaller
+    return np.minimum(drawn, drawn - size)  # a negative difference wraps around to a large number
 
 
-# Odd constants of SplitMix64, whose products spread each bit over the upper half of the number.
+# Odd constants of SplitMix64: a product spreads each bit over the upper half of the number.
 _FIRST, _SECOND, _HALF = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(32)

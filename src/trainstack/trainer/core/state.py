@@ -1,4 +1,4 @@
-"""`RunState`, the counters of a run."""
+"""`RunState`: the counters of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainstack.trainer.core.shuffling import ORDER_VERSION, check_order_version
 
 
 class EpochEnd(IntEnum):
-    """The parts of the end of an epoch, in their order."""
+    """The parts of the end of an epoch, in order."""
 
     LOSS = 1
     HOOKS = 2
@@ -22,7 +22,7 @@ class EpochEnd(IntEnum):
 
 
 class DuePart(IntEnum):
-    """The parts of what may be due after a global step, in their order."""
+    """The actions that may be due after a global step, in order."""
 
     LOG = 1
     VALIDATION = 2
@@ -34,28 +34,28 @@ class RunState:
     """Counters of one run.
 
     Attributes:
-        seed: of data order and samples' random numbers; a resumed run keeps the one it began with.
-        epoch: the epoch under way, or to begin next.
-        last_epoch: the last epoch that is wholly finished; -1 before.
-        global_step: global steps finished since the run began, those included that moved nothing.
-        batches: micro-batches finished on this process since the run began.
-        skipped_steps: global steps that moved nothing.
-        steps_in_epoch: global steps finished in `epoch`.
-        samples_in_epoch: samples consumed in `epoch` over all processes: the cursor of the data order.
-        batches_in_epoch: micro-batches consumed in `epoch` on this process.
-        epoch_end: the part of the end of `epoch` that came last, see `EpochEnd`.
-        validates: whether a validation within `epoch` is under way.
-        finished_loaders: names of the loaders that are finished of the validation under way, within or after `epoch`.
-        logged_means: what the steps of these loaders have logged: the mean and the weight for each loader, by name.
-        validated_step: the global step of the last validation of the training that has finished.
-        due_part: the part that came last of what is due after the last global step, see `DuePart`; 0 when all is done.
-        interrupted: whether an exception came before all that is due after the last global step was done.
-        current_step: the step under way, or the last finished; where logged values belong.
-        micro_batch: the micro-batch under way in its step, counted from 0; 0 between steps.
-        borrowed: whether that micro-batch is borrowed, see `Borrowed`.
-        order: how the samples of `epoch` come, in words; empty before its first, or where that is not known.
-        ends_epoch: whether the rest of `epoch` is left out, see `Trainer.end_epoch`.
-        order_version: how large data sets are shuffled, see `ORDER_VERSION`; a resumed run keeps that of its beginning.
+        seed: seed of the data order and of the samples' random numbers; a resumed run keeps its first seed.
+        epoch: the current epoch, or the next one to begin.
+        last_epoch: the last completely finished epoch; -1 before the first.
+        global_step: global steps since the start of the run, including steps that changed no weights.
+        batches: micro-batches on this process since the start of the run.
+        skipped_steps: global steps that changed no weights.
+        steps_in_epoch: global steps in `epoch`.
+        samples_in_epoch: samples used in `epoch` over all processes: the position in the data order.
+        batches_in_epoch: micro-batches used in `epoch` on this process.
+        epoch_end: the last part of the end of `epoch` that has begun, see `EpochEnd`.
+        validates: whether a validation within `epoch` is running.
+        finished_loaders: names of the loaders that the running validation, within or after `epoch`, has finished.
+        logged_means: values logged by the steps of these loaders: mean and weight for each loader, by name.
+        validated_step: global step of the last finished validation in training.
+        due_part: the last action due after the last global step that has begun, see `DuePart`; 0 when all are done.
+        interrupted: whether an exception was raised before all actions due after the last global step were done.
+        current_step: the current step, or the last finished one; logged values belong to it.
+        micro_batch: the current micro-batch of the step, counted from 0; 0 between steps.
+        borrowed: whether this micro-batch is borrowed, see `Borrowed`.
+        order: description of the order of samples in `epoch`; empty before the first epoch or if unknown.
+        ends_epoch: whether the rest of `epoch` is skipped, see `Trainer.end_epoch`.
+        order_version: version of the shuffle of large datasets, see `ORDER_VERSION`; a resumed run keeps its version.
     """
 
     seed: int = 0
@@ -82,16 +82,16 @@ class RunState:
     order_version: int = ORDER_VERSION
 
     def finish_epoch(self) -> None:
-        """The epoch under way is over; the next begins at its first sample."""
+        """Finish the current epoch; the next one begins at its first sample."""
         self.last_epoch = self.epoch
         self.epoch += 1
         self.steps_in_epoch = self.samples_in_epoch = self.batches_in_epoch = 0
         self.epoch_end, self.order, self.ends_epoch = 0, "", False
 
     def begin_epoch_end(self, part: EpochEnd) -> bool:
-        """Whether `part` of the end of the epoch is still to come. From now on it counts as done.
+        """Return whether `part` of the end of the epoch has not begun yet, and mark it as begun.
 
-        Parts are marked before user code runs in them, so that none comes twice, whatever is raised.
+        A part is marked before user code runs in it, so that it never runs twice, even after an error.
         """
         if self.epoch_end >= part:
             return False
@@ -99,30 +99,30 @@ class RunState:
         return True
 
     def begin_due(self, part: DuePart) -> bool:
-        """The same for `part` of what is due after the last global step."""
+        """Return whether `part`, an action due after the last global step, has not begun yet, and mark it as begun."""
         if self.due_part >= part:
             return False
         self.due_part = int(part)
         return True
 
     def finish_validation(self) -> None:
-        """The validation under way, within or after the epoch, has finished all loaders."""
+        """Record that the running validation, within or after the epoch, has finished all loaders."""
         self.validated_step, self.finished_loaders, self.logged_means = self.global_step, [], {}
         if not self.validates:
             self.epoch_end = max(self.epoch_end, int(EpochEnd.VALIDATION))
         self.validates = False
 
     def get_state(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all counters."""
         return asdict(self)
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned; other keys are ignored.
+        """Set the counters from `get_state`; unknown keys are ignored.
 
         Raises:
-            CheckpointMismatchError: this release does not know its order of the data.
+            CheckpointMismatchError: this release does not support the version of the data order.
         """
-        if "seed" in state:  # a run of before the versions has the order of version 0
+        if "seed" in state:  # a checkpoint without a version is older than the versions: version 0
             self.order_version = check_order_version(int(state.get("order_version", 0)))
         for one in fields(self):
             if one.name in state:
@@ -131,12 +131,12 @@ class RunState:
 
 
 class UserState(dict[str, Any]):
-    """A dict whose items are attributes too: `trainer.user_state.best_word = "yes"`.
+    """A dict whose items are also attributes: `trainer.user_state.best_word = "yes"`.
 
-    It is saved with checkpoints and comes back on resume. An item with `state_dict` and `load_state_dict` is saved by
-    what the one returns, and given that back by the other; it has to be there, made anew, before `train` resumes. Other
-    items are values, of what a checkpoint can hold: numbers, strings, tensors, arrays, and lists, tuples, sets and
-    dicts of those. Where the ranks' values differ, each rank gets its own back.
+    Checkpoints store it, and a resumed run restores it. For an item with `state_dict` and `load_state_dict`, the
+    checkpoint stores the result of `state_dict`; create the object again before `train` resumes. Other items are
+    values of types that a checkpoint can hold: numbers, strings, tensors, arrays, and lists, tuples, sets and dicts of
+    these. If the values differ between ranks, each rank gets its own values back.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -155,15 +155,15 @@ class UserState(dict[str, Any]):
         del self[name]
 
     def get_state(self) -> dict[str, Any]:
-        """The values, and the states of the objects, by name."""
+        """Return the values, and the states of the objects, by name."""
         objects = {name: item.state_dict() for name, item in self.items() if is_stateful(item)}
         return {"values": {name: item for name, item in self.items() if name not in objects}, "objects": objects}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take on what `get_state` returned; an item that it does not name stays as it is.
+        """Restore the items from `get_state`; other items are not changed.
 
         Raises:
-            CheckpointMismatchError: an object is missing here whose state it has.
+            CheckpointMismatchError: the state contains an object that does not exist here.
         """
         objects = state["objects"]
         missing = sorted(name for name in objects if not is_stateful(self.get(name)))

@@ -20,17 +20,18 @@ Path = tuple[Any, ...]
 """The keys that lead to a leaf through nested dicts."""
 
 SMALL = 2**16
-"""Bytes in a leaf or in the plain values of a dict up to which its old value is kept."""
+"""Largest size in bytes of a leaf, or of the plain values of a dict, whose old value is kept: 64 KiB, so that counters
+and settings are kept, and averages of parameters are not."""
 
 ITEM = 16
-"""As so many bytes counts an item of a container, besides those of tensors, arrays and text."""
+"""Bytes that an item of a container counts in addition to tensors, arrays and text: about a pointer and a number."""
 
 
 _NESTED = (dict, OrderedDict)
 
 
 def leaves(state: Any, containers: Collection[Path]) -> dict[Path, Any]:
-    """The leaves of nested dicts by path: whatever is not a dict at one of the paths in `containers`, or is empty."""
+    """Return the leaves of nested dicts by path: values that are not dicts at one of `containers`, or empty dicts."""
     found: dict[Path, Any] = {}
 
     def add(value: Any, path: Path) -> None:
@@ -45,9 +46,9 @@ def leaves(state: Any, containers: Collection[Path]) -> dict[Path, Any]:
 
 
 def small_containers(state: Mapping[str, Any]) -> set[Path]:
-    """The paths of the nested dicts in `state` whose plain values are small together.
+    """Return the paths of the nested dicts in `state` whose plain values are small together.
 
-    Tensors in them count on their own, and so does each item of what one `get_state` returned.
+    Tensors in them count separately, and so does each item of the result of one `get_state`.
     """
     found = set[Path]()
 
@@ -61,7 +62,7 @@ def small_containers(state: Mapping[str, Any]) -> set[Path]:
                 inner = ITEM if of_user else size_of(item)
                 size += inner if inner <= SMALL else ITEM
             if size > SMALL:
-                return ITEM  # it is one large leaf
+                return ITEM  # the dict is one large leaf
         found.add(path)
         return size
 
@@ -70,7 +71,7 @@ def small_containers(state: Mapping[str, Any]) -> set[Path]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
-    """The tensors and arrays in nested containers."""
+    """Yield the tensors and arrays in nested containers."""
     if isinstance(value, Tensor | np.ndarray):
         yield value
     elif isinstance(value, Mapping):
@@ -82,7 +83,7 @@ def tensors_in(value: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the tensors, arrays and text in `value`, and of its items; above `SMALL`, some number above it."""
+    """Return the bytes of `value` and its items; if they are more than `SMALL`, any number above `SMALL`."""
     total = 0
     for size in _sizes_in(value):
         total += size
@@ -93,7 +94,7 @@ def size_of(value: Any) -> int:
 
 def _sizes_in(value: Any) -> Iterator[int]:
     if isinstance(value, Tensor | np.ndarray):
-        # Each process has a part of a sharded tensor, and must come to the same answer.
+        # A sharded tensor always counts as large, so that all processes get the same result.
         yield value.nbytes if _has_bytes(value) and not is_sharded(value) else SMALL + 1
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -115,7 +116,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def copied(value: Any, *, on_host: bool = False) -> Any:
-    """A deep copy, without the graphs of tensors; with `on_host`, tensors are copied to the CPU.
+    """Return a deep copy, with tensors detached from their graphs and, with `on_host`, on the CPU.
 
     An object that cannot be copied, such as a lock, is the same object in the copy.
     """
@@ -123,7 +124,7 @@ def copied(value: Any, *, on_host: bool = False) -> Any:
         return _deep_copy(value, on_host)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:  # a class may raise anything in its `__reduce__`
+    except Exception:  # the `__reduce__` of a user's class may raise any error
         if type(value) in _NESTED:
             return type(value)((key, copied(item, on_host=on_host)) for key, item in value.items())
         if type(value) in (list, tuple):
@@ -134,7 +135,7 @@ def copied(value: Any, *, on_host: bool = False) -> Any:
 def _deep_copy(value: Any, on_host: bool = False) -> Any:
     memo: dict[int, Any] = {}
     for item in tensors_in(value):
-        if isinstance(item, Tensor) and is_lazy(item):  # it has no values
+        if isinstance(item, Tensor) and is_lazy(item):  # has no values to copy
             memo[id(item)] = item
         elif isinstance(item, Tensor):
             memo[id(item)] = map_inner(item, lambda one: _copied_tensor(one, on_host))
@@ -174,7 +175,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the storages of `tensors`, as far as they have memory."""
+    """Return the addresses of the storages of `tensors` that have memory."""
     parts = (part for tensor in tensors for part in plain_parts(tensor))
     return {t.untyped_storage().data_ptr() for t in parts if _is_plain(t) or _has_memory(t)} - {0}
 
@@ -188,14 +189,14 @@ def lies_in(value: Any, memory: set[int]) -> bool:
 
 
 class _Packed:
-    """Values of small tensors of one dtype and device, in one copy: one by one they would take most of the time."""
+    """Copy of small tensors of one dtype and device as one tensor, because a copy of each would take much longer."""
 
     def __init__(self, tensors: Mapping[Path, Tensor]) -> None:
         self.shapes = {path: tensor.shape for path, tensor in tensors.items()}
         self._copy = _joined(tensors.values())
 
     def changed(self, found: Mapping[Path, Any]) -> dict[Path, Tensor]:
-        """Those that have another value in `found`, or are not there."""
+        """Return the tensors that have another value in `found` or are missing there."""
         now: list[Any] = [found.get(path) for path in self.shapes]
         known = [one for one in now if _is_plain(one) and one.dtype is self._copy.dtype]
         if [one.shape for one in known] == list(self.shapes.values()) and same(_joined(known), self._copy):
@@ -215,20 +216,22 @@ def _joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    known = type(value) in (Tensor, Parameter) and value.layout is torch.strided  # what is lazy is of another class
+    known = type(value) in (Tensor, Parameter) and value.layout is torch.strided  # excludes lazy classes
     return known and not (value.is_meta or value.is_quantized)
 
 
 class OldState:
-    """The leaves of a state as they are now, to be put back into a later state.
+    """The current leaves of a state, to be restored in a later state.
 
-    Large leaves and those that cannot be copied are left out. Otherwise an epoch, and each checkpoint in it, would have
-    a second copy of averages and caches. What one `get_state` returned stays as it is later if such a leaf of it is
-    gone by then: the averages of parameters that a hook has frozen are no longer in the state of `EMA`.
+    Large leaves and leaves that cannot be copied are omitted. Otherwise an epoch, and each checkpoint in it, would hold
+    a second copy of averages and caches. If such an omitted leaf is missing in the later state, the whole result of
+    that `get_state` is not restored. An example is `EMA`: its state has no averages of parameters that a hook has
+    frozen since.
 
     Args:
         state: nested dicts.
-        is_weight: tells the values of parameters. They stay only if `drop_unchanged_weights` finds them changed.
+        is_weight: whether a leaf is the value of a parameter. These are kept only if `drop_unchanged_weights` finds
+            that they have changed.
     """
 
     def __init__(self, state: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> None:
@@ -243,14 +246,14 @@ class OldState:
                 if leaf.nbytes <= SMALL:
                     kinds.setdefault((leaf.dtype, leaf.device), {})[path] = leaf
             elif size_of(leaf) <= SMALL:
-                with suppress(Exception):  # what cannot be copied is left out
+                with suppress(Exception):  # leaves that cannot be copied are omitted
                     self._values[path] = _deep_copy(leaf)
                 self._others += [path] if is_weight(leaf) else []
         self._packed = [_Packed(kind) for kind in kinds.values()]
 
     @property
     def has_weights(self) -> bool:
-        """Whether values of parameters are held, changed or not."""
+        """Whether values of parameters are kept, changed or not."""
         return bool(self._packed or self._others)
 
     def drop_unchanged_weights(self, state: Mapping[str, Any]) -> None:
@@ -264,7 +267,7 @@ class OldState:
         self._packed, self._others = [], []
 
     def differing(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The leaves that `state` has to get back from here, as a checkpoint can hold it; None for nothing."""
+        """Return the leaves of `state` to be replaced by these, in a form for a checkpoint; None if there are none."""
         found = leaves(state, self._containers)
         kept = self._values.keys() | {path for packed in self._packed for path in packed.shapes}
         lost = {_owner(path) for path in self._paths - kept - found.keys()}
@@ -277,14 +280,14 @@ class OldState:
 
 
 def _owner(path: Path) -> Path:
-    """The path of what one `get_state` has returned."""
+    """Return the path of the `get_state` result that contains `path`."""
     return path[:1] if path[:1] == ("module",) else path[:2]
 
 
 def with_old_values(state: Mapping[str, Any], old: Mapping[str, Any] | None) -> dict[Any, Any]:
-    """`state` with what `OldState.differing` returned: old values in place, leaves that came later left out.
+    """Apply the result of `OldState.differing` to `state`: insert old values, remove leaves that were added later.
 
-    Containers are new, the other leaves are those of `state`.
+    Containers are copied; unchanged leaves are those of `state`.
     """
     root: dict[Any, Any] = _without_leaves(state)
     for path in (old or {}).get("added", ()):

@@ -1,4 +1,4 @@
-"""Checks of weights."""
+"""Checks of weights, buffers and optimizer states for inf, nan and differences between ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainstack.trainer.core.agreement import Difference, find_difference, forma
 from trainstack.trainer.core.fingerprints import checksums
 
 _MOST_AT_ONCE = 1 << 20
-"""Elements of a dtype without a norm that are converted at once: 4 MiB of float32."""
+"""Elements that are converted to float32 at once if their dtype has no norm: 4 MiB."""
 
 
 def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: bool = True) -> list[bool]:
-    """Whether all values that each of `tensors` stores are finite.
+    """Return for each tensor whether all its stored values are finite.
 
-    One read for each device answers for all of them. Nothing of a tensor's size is made next to it: a checkpoint is
-    taken on devices that are nearly full.
+    All results are read in one transfer a device. No copy of the size of a tensor is made, because checkpoints are
+    written when devices are nearly full.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, tensor in enumerate(tensors):
@@ -43,29 +43,30 @@ def are_finite(stack: TrainerBackend, tensors: Sequence[Tensor], *, fast_paths: 
 
 
 def is_quantized_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` consists of others, as the quantized weights of torchao do."""
+    """Whether `tensor` is a wrapper around other tensors, such as the quantized weights of torchao."""
     return inner_tensors(tensor) is not None and not is_sharded(tensor)
 
 
 def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Dense tensors of real floats that hold what `tensor` stores; nothing for integers, which are always finite."""
+    """Yield dense real floating-point tensors with the values of `tensor`; none for integers, which are finite."""
     if inner_tensors(tensor) is not None:
         for part in plain_parts(tensor):
             yield from _float_parts(part)
     elif tensor.layout is torch.sparse_coo:
-        yield from _float_parts(tensor.coalesce().values())  # values at one place add up
+        yield from _float_parts(tensor.coalesce().values())  # adds up the values at one place
     elif tensor.layout in SPARSE_LAYOUTS:
         yield from _float_parts(tensor.values())
     elif tensor.is_nested and tensor.layout is torch.strided:
         for part in tensor.unbind():
             yield from _float_parts(part)
     elif tensor.is_nested:
-        # Between its rows there may be memory that means nothing. inf, 1 / 0, stands for all that is not finite.
+        # Memory between its rows may be uninitialized, so it is not read. The result is 1, or inf if a value is not
+        # finite.
         yield torch.isfinite(tensor).all().float().reciprocal()
     elif tensor.layout is not torch.strided:
         yield from _float_parts(tensor.to_dense())
     elif tensor.is_complex():
-        yield from _float_parts(torch.view_as_real(tensor.resolve_conj()))  # an absolute value may overflow
+        yield from _float_parts(torch.view_as_real(tensor.resolve_conj()))  # the absolute value may overflow
     elif not tensor.is_floating_point() or not tensor.numel():
         return
     elif tensor.element_size() > 1:
@@ -76,7 +77,7 @@ def _float_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Views of `tensor`, of at most `_MOST_AT_ONCE` elements each."""
+    """Yield views of `tensor` with at most `_MOST_AT_ONCE` elements each."""
     if tensor.numel() <= _MOST_AT_ONCE:
         yield tensor
         return
@@ -86,7 +87,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def nonfinite_buffers(stack: TrainerBackend, module: nn.Module) -> frozenset[str]:
-    """The names of buffers that hold inf or nan now, so that it means nothing there."""
+    """Return the names of buffers that hold inf or nan already, so that these values do not indicate an error."""
     buffers = dict(module.named_buffers())
     finite = are_finite(stack, list(buffers.values()))
     return frozenset(name for name, good in zip(buffers, finite, strict=True) if not good)
@@ -100,25 +101,23 @@ def check_finite_weights(
     step: int,
     outcome: str = "No checkpoint was written.",
 ) -> None:
-    """Refuse to keep parameters that are trained, buffers or states of optimizers that became inf or nan.
-
-    Buffers named in `exempt` may hold anything, and so may the entries
-    that an optimizer names in its attribute `nonfinite_state`.
+    """Check trained parameters, buffers and states of optimizers for inf and nan.
 
     Args:
-        stack: reads the device.
+        stack: backend that reads the device.
         work: has the module and the optimizers.
-        exempt: see above.
-        optimizer_states: of each optimizer, by the names of parameters.
-        step: global steps that were made.
-        outcome: what the message says of the consequence.
+        exempt: names of buffers that may hold inf or nan. Entries that an optimizer lists in its attribute
+            `nonfinite_state` may hold them too.
+        optimizer_states: states of each optimizer, by the names of parameters.
+        step: number of global steps done.
+        outcome: sentence for the message on the consequence.
 
     Raises:
-        NonFiniteError: naming the first of them.
+        NonFiniteError: a value is inf or nan; it names the first such tensor.
     """
     held = [*_weights(work, exempt), *_optimizer_values(work, optimizer_states)]
     finite = are_finite(stack, [tensor for _, tensor in held], fast_paths=work.fast_paths)
-    if any(is_sharded(parameter) for parameter in work.parameters):  # this rank has seen its parts alone
+    if any(is_sharded(parameter) for parameter in work.parameters):  # this rank has checked only its shards
         counts = work.world.comm.sum([float(not good) for good in finite], "looking for inf and nan")
         finite = [not count for count in counts]
     place = next((place for (place, _), good in zip(held, finite, strict=True) if not good), None)
@@ -126,14 +125,14 @@ def check_finite_weights(
         what, more = (repr(place[0]), "") if len(place) == 1 else _describe_entry(work, *place)
         raise NonFiniteError(
             f"{what} holds inf or nan after global step {step}. {outcome} Look for division by zero "
-            "or log(0) in the forward pass, or write nonfinite='skip' to leave out steps whose gradients are not "
+            "or log(0) in the forward pass, or write nonfinite='skip' to skip steps whose gradients are not "
             f"finite.{more}"
         )
 
 
 Place = tuple[Any, ...]
 """The name of a parameter or buffer; or the number of an optimizer, and the keys that lead to an entry of its state.
-The first key is the name of a parameter, unless the optimizer has a form of its own."""
+The first key is the name of a parameter, unless the optimizer has a custom form of state."""
 
 
 def _weights(work: Workload, exempt: frozenset[str]) -> Iterator[tuple[Place, Tensor]]:
@@ -161,7 +160,7 @@ def _shared(state: Mapping[str, Any]) -> Mapping[Any, Any]:
 
 
 def _float_tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
-    """Tensors that could hold inf or nan and numbers that do, in nested containers, with the keys that lead there."""
+    """Yield tensors of floats and numbers that are not finite, in nested containers, with their keys."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _float_tensors(item, (*place, key))
@@ -175,11 +174,11 @@ def _float_tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
 
 
 def _describe_entry(work: Workload, position: int, index: Any, *keys: Any) -> tuple[str, str]:
-    """An entry of an optimizer's state in words, and what to write if it may hold inf."""
+    """Describe an entry of an optimizer's state, and how to allow inf or nan in it."""
     optimizer = work.optimizers[position]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {id(parameter): name for name, parameter in work.module.named_parameters()}
-    known = isinstance(index, int) and index < len(parameters)  # in a form of the optimizer's own
+    known = isinstance(index, int) and index < len(parameters)  # otherwise the optimizer has a custom form of state
     owner = names.get(id(parameters[index]), f"parameter {index}") if known else str(index)
     entry, kind = keys[0] if keys else index, type(optimizer).__name__
     more = f" If {kind} keeps inf or nan there on purpose, write optimizer.nonfinite_state = {{{entry!r}}}."
@@ -187,10 +186,10 @@ def _describe_entry(work: Workload, position: int, index: Any, *keys: Any) -> tu
 
 
 def check_storable_buffers(module: nn.Module) -> None:
-    """Refuse, before the first step, buffers that a checkpoint cannot hold.
+    """Check before the first step that a checkpoint can hold all buffers.
 
     Raises:
-        ConfigurationError: naming the first of them.
+        ConfigurationError: it cannot; the message names the first such buffer.
     """
     for name, buffer in module.named_buffers():
         if not is_storable(buffer) and name in module.state_dict():
@@ -198,20 +197,20 @@ def check_storable_buffers(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"the buffer {name!r} is a {'quantized ' * buffer.is_quantized}{'nested ' * buffer.is_nested}tensor of "
                 f"layout {layout} on {buffer.device.type}, which a checkpoint cannot store. Register it with "
-                "persistent=False and make it in __init__, or store a dense tensor."
+                "persistent=False and create it in __init__, or store a dense tensor."
             )
 
 
 def refuse_diverged(work: Workload, step: int, outcome: str = "No checkpoint was written.") -> None:
-    """Refuse to keep rank 0's weights for everybody's where they are not everybody's, bit for bit.
+    """Check that the weights are equal on all ranks, bit for bit, before those of rank 0 are saved. Collective.
 
     Args:
         work: has the module, its optimizers and the ranks.
-        step: global steps that were made.
-        outcome: what the message says of the consequence.
+        step: number of global steps done.
+        outcome: sentence for the message on the consequence.
 
     Raises:
-        PeerError: a parameter differs between ranks; on all of them, with its name, the ranks and the probable cause.
+        PeerError: a parameter differs between ranks; all ranks raise it, with the name, the ranks and the likely cause.
     """
     comm = work.world.comm
     if comm.size == 1:
@@ -250,13 +249,13 @@ def _cause_of_difference(
     if work.gradients_reduced_by is None:
         return "No layer of the backend sums gradients over the processes: write backend='ddp'."
     return (
-        "Its gradients are summed, so something on some ranks only changed the weights or the summed gradients: a hook "
-        "under `if rank == 0`, random numbers or data of the rank in a hook, or a setting of the optimizer that "
-        "was changed on one rank. If a step leaves parameters out of the loss on some ranks, write "
+        "Its gradients are summed, so the weights or the summed gradients were changed on some ranks only: by a hook "
+        "under `if rank == 0`, by random numbers or data of the rank in a hook, or by a setting of the optimizer that "
+        "was changed on one rank. If the loss on some ranks does not depend on all parameters, write "
         "backend_options={'ddp': {'find_unused_parameters': True}}."
     )
 
 
 def _quoted(names: Sequence[str], most: int = 3) -> str:
-    """The first of `names` in quotes, for a message."""
+    """Format the first of `names` in quotes, for a message."""
     return ", ".join(map(repr, names[:most])) + (", ..." if len(names) > most else "")

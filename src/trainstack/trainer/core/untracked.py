@@ -1,4 +1,4 @@
-"""Marks of plain attributes, which tell what changed outside of all states."""
+"""Fingerprints of plain attributes, which detect changes of state that no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
 def fingerprints(module: nn.Module, *, parts: bool = False) -> dict[str, str]:
-    """A mark for each attribute of `module` that is plain data, a tensor or a generator; it changes with the value.
+    """Return a fingerprint of each attribute of `module` that is plain data, a tensor or a random generator.
 
-    Parameters, buffers and submodules are left out, since `state_dict` has them, and so is what is of another kind:
-    whether that has changed cannot be told. With `parts`, submodules have marks as well: "encoder.calls".
+    A fingerprint changes with the value. Parameters, buffers and submodules are omitted, because `state_dict` has them.
+    Attributes of other types are omitted, because a change in them cannot be detected.
+
+    Args:
+        module: module with the attributes.
+        parts: whether to include the attributes of submodules, with names such as "encoder.calls".
     """
     owners: Iterable[tuple[str, nn.Module]] = module.named_modules() if parts else [("", module)]
     marks = {
@@ -33,9 +37,9 @@ def fingerprints(module: nn.Module, *, parts: bool = False) -> dict[str, str]:
 
 
 def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str]:
-    """The attributes whose mark is another one than in `before`, which `fingerprints` gave with `parts`.
+    """Return the attributes whose fingerprints differ from `before`, a result of `fingerprints` with `parts`.
 
-    An attribute that has the value of its class counts as one that is not there.
+    An instance attribute with the same value as the class attribute counts as missing.
     """
     now, parts = fingerprints(module, parts=True), dict(module.named_modules())
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -50,9 +54,9 @@ def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str
 
 
 def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], private: bool) -> dict[str, str]:
-    """Marks for what steps may change: of the module and its parts, "self.encoder.calls", and of callbacks, by key.
+    """Return fingerprints of the module and its parts, such as "self.encoder.calls", and of users' callbacks, by key.
 
-    In a private run non-persistent buffers are among them, which no checkpoint of it has.
+    In a private run they include non-persistent buffers, because its checkpoints do not hold these.
     """
     marks = {f"self.{name}": mark for name, mark in fingerprints(module, parts=True).items()}
     values = {
@@ -71,7 +75,7 @@ def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], private
 def untracked_state(
     now: Mapping[str, str], before: Mapping[str, str], states: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """The attributes whose mark is another one than `before` and whose name is in none of `states`."""
+    """Return the attributes whose fingerprints differ from `before` and whose names are in none of `states`."""
     saved = {name for state in states for name in state}
     changed = (name for name, mark in now.items() if before.get(name) != mark)
     return sorted(name for name in changed if saved.isdisjoint((name.removeprefix("self."), name.rpartition(".")[2])))
@@ -89,7 +93,7 @@ def _fingerprint(value: Any) -> str | None:
     if isinstance(value, torch.Generator):
         value = value.get_state()
     if isinstance(value, nn.Parameter):
-        return None  # also in the lists that layers such as `nn.LSTM` keep
+        return None  # layers such as `nn.LSTM` keep parameters in plain lists too
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None

@@ -1,4 +1,4 @@
-"""`Events` holds the subscribers of one trainer."""
+"""`Events` holds the subscribers of one trainer and calls them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Value = TypeVar("Value")
 
 
 def instantiate(callbacks: Iterable[Any] | None) -> list[Callback]:
-    """Callbacks as objects, each a different one.
+    """Return callbacks as distinct objects; classes are instantiated.
 
     Raises:
-        ConfigurationError: something is neither a `Callback` nor a class of them, or is given twice.
+        ConfigurationError: an item is neither a `Callback` nor a subclass, or an object is given twice.
     """
     if isinstance(callbacks, Callback | type) or not isinstance(callbacks, Iterable | None):
         raise ConfigurationError(f"callbacks={callbacks!r}: write a list, callbacks=[...].")
@@ -35,16 +35,16 @@ def instantiate(callbacks: Iterable[Any] | None) -> list[Callback]:
     for position, callback in enumerate(objects):
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"callbacks[{position}] is a {type(callback).__name__}. Give an object of a class derived from "
-                "Callback; a function subscribes by trainer.on(Event.X)(function)."
+                f"callbacks[{position}] is a {type(callback).__name__}. Write an object of a class derived from "
+                "Callback; to subscribe a function, call trainer.on(Event.X)(function)."
             )
         if any(callback is other for other in objects[:position]):
-            raise ConfigurationError(f"callbacks[{position}] is in the list already. Make another one.")
+            raise ConfigurationError(f"callbacks[{position}] is in the list already. Create a second object.")
     return objects
 
 
 def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] = ()) -> dict[str, Value]:
-    """`pairs` as a dict; the second of one name gets "-2" behind it, and so on."""
+    """Return `pairs` as a dict; the second item with a name gets the suffix "-2", and so on."""
     named: dict[str, Value] = {}
     used = set(taken)
     for name, value in pairs:
@@ -58,10 +58,10 @@ def unique_keys(pairs: Iterable[tuple[str, Value]], taken: Iterable[str | None] 
 
 
 def check_method_names(callback: Callback, log: RunLogger) -> None:
-    """Warn of methods that are called like an event, but for a slip.
+    """Warn about methods whose names are similar to that of an event.
 
     Raises:
-        ConfigurationError: a method has the name that another library has for an event, and nothing has ours.
+        ConfigurationError: a method has the name of an event in another library, and the method of ours is missing.
     """
     known = [event.method for event in Event]
     for name in dir(type(callback)):
@@ -73,7 +73,7 @@ def check_method_names(callback: Callback, log: RunLogger) -> None:
                 f"{type(callback).__name__}.{name} is another library's name of an event, and would never be called. "
                 f"Write def {ours.method}({', '.join(['self', 'trainer', *ours.gives])})."
             )
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)  # not 0.6: all names share words
         if close:
             log.warning(
                 f"{type(callback).__name__}.{name} does not match any event and will never be called. "
@@ -82,20 +82,23 @@ def check_method_names(callback: Callback, log: RunLogger) -> None:
 
 
 class Subscription:
-    """A function that is called when an event comes.
+    """A function that is called at an event.
 
     Args:
-        function: takes the trainer, and what the event gives.
-        label: its name in messages.
-        counts: lets it run at some occurrences only; a checkpoint keeps the counters under `key`.
+        event: event to subscribe to.
+        function: takes the trainer and the values of the event.
+        label: name of the function in messages.
+        counts: filter that selects the occurrences at which it runs.
+        priority: functions with higher priority run first.
+        key: key of the filter's counters in checkpoints.
 
     Attributes:
-        came: whether the event has come since it subscribed.
-        is_expected: whether it is worth a word if the event never comes.
-        is_foreign: whether the function is not the library's own.
+        came: whether the event has occurred since the subscription.
+        is_expected: whether to warn if the event never occurs.
+        is_foreign: whether the function is defined outside of this library.
 
     Raises:
-        ConfigurationError: the function needs more than the event gives.
+        ConfigurationError: the function requires more arguments than the event has values.
     """
 
     event: Event
@@ -123,10 +126,10 @@ class Subscription:
         self._function = adapt_arity(function, ("trainer", *event.gives), f"Event.{event.name}")
 
     def hide_records(self) -> None:
-        """Call the function with the trainer alone where the event gives records of a private run.
+        """Call the function with only the trainer, if the event's values contain records of a private run.
 
         Raises:
-            PrivacyError: the function needs them.
+            PrivacyError: the function requires these values.
         """
         if RECORDS.isdisjoint(self.event.gives):
             return
@@ -135,11 +138,11 @@ class Subscription:
         self._function = lambda trainer, *given: function(trainer)
 
     def is_of(self, function: Callable[..., Any]) -> bool:
-        """Whether `function` is what subscribed."""
+        """Whether `function` is the function that was subscribed."""
         return self._given == function
 
     def call(self, trainer: AbstractTrainer, *given: Any) -> None:
-        """The event has come."""
+        """Call the function at an occurrence of the event, if the filter selects it."""
         self.came = True
         try:
             if self.filter is None or self.filter.passes(trainer):
@@ -152,17 +155,17 @@ class Subscription:
 
     @property
     def never_ran_reason(self) -> str | None:
-        """Why it has never run, if it has not."""
+        """The reason why the function has never run; None if it has."""
         if self.filter is not None:
             return self.filter.never_ran_reason() if not self.filter.num_executed else None
-        return None if self.came else "the event never came"
+        return None if self.came else "the event never occurred"
 
 
 Fire = Callable[..., None]
 OWN = "trainer"
-"""The key of what the trainer itself keeps among the states of callbacks."""
+"""Key of the trainer's own state among the states of callbacks."""
 EVALUATED = "evaluated"
-"""The key in there of the callbacks whose `evaluation_context` chooses the weights to evaluate."""
+"""Key in this state for the callbacks whose `evaluation_context` selects the weights to evaluate."""
 
 
 def _evaluates_others(callback: Callback) -> bool:
@@ -172,22 +175,24 @@ def _evaluates_others(callback: Callback) -> bool:
 class Events:
     """The subscribers of one trainer.
 
-    Those of the same event run in this order: the hooks of `CallbackInterface`; then by `priority`, higher ones first;
-    among equals methods of the module that are named after events, callbacks as they were given, functions as they
-    were subscribed.
+    Subscribers of one event run in this order. The hooks of `CallbackInterface` are the first. The others follow by
+    descending `priority`; those with equal priority in this order: methods of the module with names of events,
+    callbacks in the given order, functions in the order of subscription.
 
     Args:
-        module: its methods subscribe as well.
-        callbacks: objects, or classes that are made without arguments.
+        trainer: trainer of the run.
+        module: module whose methods with names of events subscribe too.
+        callbacks: callbacks, or classes of callbacks without required arguments.
+        log: logger of the run.
 
     Attributes:
-        callbacks: the objects, by their key in checkpoints.
-        weight_swap: holds the trained weights while others are in the module, after a training.
-        optimizer_modes: switches optimizers with modes; without optimizers until they are made.
-        is_training: whether `train()` is under way.
+        callbacks: the callbacks by their key in checkpoints.
+        weight_swap: keeps the trained weights while the module has others after training.
+        optimizer_modes: switches optimizers that have modes; empty until optimizers exist.
+        is_training: whether `train()` is running.
 
     Raises:
-        ConfigurationError: one is no `Callback`, or a method needs more than its event gives.
+        ConfigurationError: an item is not a `Callback`, or a method requires more arguments than its event has values.
     """
 
     trainer: AbstractTrainer
@@ -225,14 +230,14 @@ class Events:
                 self._add(added)
 
     def add_function(self, event: Event, function: Callable[..., Any], counts: Filter | None, priority: int) -> None:
-        """Subscribe `function`; in the loop it takes effect with the next epoch."""
+        """Subscribe `function`; for events in the training loop, from the next epoch."""
         name = name_of(function)
         taken = {s.key for others in self._subscriptions.values() for s in others}
         key = next(iter(unique_keys([(f"{name}@{event.value}", None)], taken=taken)))
         self._add(Subscription(event, function, name, counts, priority, key))
 
     def remove(self, function: Callable[..., Any]) -> bool:
-        """Call `function` no more; in the loop it takes effect with the next epoch. Whether it had subscribed."""
+        """Remove `function`; return whether it was subscribed. For events in the training loop, from the next epoch."""
         found = False
         for others in self._subscriptions.values():
             kept = [subscription for subscription in others if not subscription.is_of(function)]
@@ -241,10 +246,10 @@ class Events:
         return found
 
     def hide_records(self) -> None:
-        """Give no batch, output or loss of training to a subscriber, those that are still to come included.
+        """Pass no batch, output or loss of training to any subscriber, now or added later.
 
         Raises:
-            PrivacyError: a subscriber needs one.
+            PrivacyError: a subscriber requires one.
         """
         self._hides_records = True
         for subscription in (s for others in self._subscriptions.values() for s in others):
@@ -255,12 +260,12 @@ class Events:
             subscription.hide_records()
         others = self._subscriptions[subscription.event]
         others.append(subscription)
-        others.sort(key=lambda s: -s.priority)  # stable
+        others.sort(key=lambda s: -s.priority)  # a stable sort keeps the order of equal priorities
         if self._unclaimed and subscription.filter is not None and subscription.key in self._unclaimed:
             subscription.filter.update_state(self._unclaimed.pop(subscription.key))
 
     def bound(self, event: Event) -> Fire | None:
-        """What to call with all that `event` gives but the trainer; None if nobody subscribes to it."""
+        """Return a function that calls the subscribers with the event's values; None without subscribers."""
         calls, trainer = [subscription.call for subscription in self._subscriptions[event]], self.trainer
         if not calls:
             return None
@@ -274,11 +279,11 @@ class Events:
         return fire
 
     def has(self, event: Event) -> bool:
-        """Whether anybody subscribes to `event`."""
+        """Whether `event` has a subscriber."""
         return bool(self._subscriptions[event])
 
     def has_foreign(self, event: Event) -> bool:
-        """Whether a function that is not the library's own subscribes to `event`; it may change anything."""
+        """Whether a function from outside this library subscribes to `event`; such a function may change anything."""
         return any(subscription.is_foreign for subscription in self._subscriptions[event])
 
     def fire(self, event: Event, *given: Any) -> None:
@@ -286,7 +291,7 @@ class Events:
         if event in SPANS:
             self._open.discard(SPANS[event])
         elif event in SPANS.values():
-            if event in self._open:  # what was interrupted begins once more: filters have counted it already
+            if event in self._open:  # an interrupted span begins again, and filters have counted its beginning
                 for subscription in self._subscriptions[event]:
                     if subscription.filter is not None:
                         subscription.filter.take_back()
@@ -294,7 +299,7 @@ class Events:
         call_all([subscription.call for subscription in self._subscriptions[event]], self.trainer, *given)
 
     def evaluation_contexts(self) -> ExitStack:
-        """A block in which the module is as it is evaluated: optimizers in their modes, all callbacks' contexts."""
+        """Return a context for evaluations: optimizers in evaluation mode, and the contexts of all callbacks."""
         with ExitStack() as contexts:
             contexts.enter_context(self.optimizer_modes.evaluation())
             for callback in self.callbacks.values():
@@ -305,20 +310,20 @@ class Events:
 
     @contextmanager
     def trained_weights(self) -> Iterator[None]:
-        """A block in which module and optimizers are as they are trained; for checkpoints."""
+        """Context manager with trained weights in the module and optimizers in training mode; for checkpoints."""
         with self.weight_swap.original_weights(), self.optimizer_modes.training():
             yield
 
     @property
     def call_steps(self) -> Iterable[int]:
-        """The global steps at which `run_calls` has something to do."""
+        """The global steps for which `run_calls` has functions."""
         return self._calls.keys()
 
     def call_at(self, step: int, function: Callable[..., Any]) -> None:
-        """Have `run_calls` call `function` at global step `step`.
+        """Register `function` to be called by `run_calls` at global step `step`.
 
         Raises:
-            ConfigurationError: the function needs more than the trainer.
+            ConfigurationError: the function requires arguments in addition to the trainer.
         """
         called = name_of(function)
         call = adapt_arity(function, ("trainer",), f"call_at_step({step}, {called})")
@@ -335,15 +340,15 @@ class Events:
         self._calls.setdefault(step, []).append(run)
 
     def run_calls(self, step: int) -> None:
-        """Call what was asked for at global step `step`, in the order of the requests."""
+        """Call the functions registered for global step `step`, in the order of registration."""
         call_all(self._calls.pop(step, ()))
 
     def begin_train(self) -> None:
-        """`train()` begins; `TRAIN_BEGIN` is about to be fired."""
+        """Prepare for a call of `train()`, before `TRAIN_BEGIN` is fired."""
         for key in self._unclaimed or ():
             if self.trainer.is_main_process:
                 self._log.warning(
-                    f"the checkpoint has a state of {key!r}, which this trainer does not have; it is left out."
+                    f"the checkpoint has a state of {key!r}, which this trainer does not have; it is ignored."
                 )
         self._unclaimed, self.is_training = None, True
         self._began_at = self.trainer.state.global_step
@@ -351,7 +356,7 @@ class Events:
         self.weight_swap.swap_out()
 
     def end_train(self, status: str) -> None:
-        """`train()` ends in good order: "finished", "stopped" or "interrupted"."""
+        """End a call of `train()` without an error; the status is "finished", "stopped" or "interrupted"."""
         self.is_training = False
         if self.optimizer_modes.is_used and status != "interrupted":
             self.weight_swap.swap_in(self.trainer.module)
@@ -360,7 +365,7 @@ class Events:
         if status != "finished" or not self.trainer.is_main_process:
             return
         if self.trainer.state.global_step == self._began_at:
-            return  # nothing was trained, so nothing could run
+            return  # no step was trained, so no function could run
         for subscription in (s for others in self._subscriptions.values() for s in others):
             came = subscription.filter is not None and subscription.filter.num_called > 0
             expected = subscription.is_expected and subscription.event.is_certain
@@ -368,7 +373,7 @@ class Events:
                 self._log.warning(f"{subscription.label} has never run: {subscription.never_ran_reason}.")
 
     def fail(self, error: BaseException) -> None:
-        """`train()` ends by `error`; what fails now is noted at it."""
+        """End a call of `train()` by `error`; errors of subscribers are added to it as notes."""
         ends = [(Event.EXCEPTION, error)]
         for event, given in [*ends, (Event.TRAIN_END, "failed")] if self.is_training else ends:
             try:
@@ -378,7 +383,7 @@ class Events:
         self.is_training = False
 
     def get_state(self) -> dict[str, Any]:
-        """The states of callbacks and the counters of filters, by key."""
+        """Return the states of callbacks and the counters of filters, by key."""
         own: dict[str, Any] = {"open": sorted(event.value for event in self._open), "made": self._made}
         if evaluated := [key for key, one in self.callbacks.items() if _evaluates_others(one)]:
             own[EVALUATED] = evaluated
@@ -387,7 +392,7 @@ class Events:
         return states | {key: counts.get_state() for key, counts in self._filters().items()}
 
     def update_state(self, states: Mapping[str, Any] | None) -> None:
-        """Take back what `get_state` returned, as far as there is somebody for it."""
+        """Restore the states from `get_state` for the callbacks and filters that exist."""
         self._unclaimed = dict(states or {})
         own = self._unclaimed.pop(OWN, {})
         self._open = {event for event in Event if event.value in own.get("open", ())}
@@ -398,11 +403,11 @@ class Events:
                 state = self._unclaimed.pop(key)
                 owner.update_state(state if getattr(owner, "copies_state", False) else materialized(state))
             elif isinstance(owner, Filter) or owner.get_state():
-                self._say(f"{key!r} starts anew: the checkpoint has no state of it.")
+                self._say(f"{key!r} starts from its initial state: the checkpoint has no state of it.")
         self._unclaimed = materialized(self._unclaimed)
 
     def _rename_unclaimed(self, saved: Mapping[str, str]) -> None:
-        """Give the states of callbacks of one class the keys of those with the same settings."""
+        """Move the states of callbacks of one class to the keys of the callbacks with the same settings."""
         named: dict[str, list[str]] = {}
         for key, callback in self.callbacks.items():
             named.setdefault(callback.state_key or type(callback).__name__, []).append(key)
@@ -415,16 +420,16 @@ class Events:
             self._unclaimed[new] = state
 
     def warn_of_other_weights(self, states: Mapping[str, Any] | None) -> None:
-        """Warn of callbacks that made the evaluations of the checkpoint with `states`, and that this trainer lacks."""
+        """Warn about callbacks that selected the evaluated weights in the run of `states` and are missing here."""
         for key in (states or {}).get(OWN, {}).get(EVALUATED, ()):
             if key in (self._unclaimed or {}) and self.trainer.is_main_process:
                 self._log.warning(
-                    f"the run of the checkpoint was evaluated with weights of its callback {key!r}, which this trainer "
-                    "does not have. It evaluates the trained weights. Give it the callback for the others."
+                    f"the run of the checkpoint evaluated weights of its callback {key!r}, which this trainer does "
+                    "not have. It evaluates the trained weights. Add the callback to evaluate the same weights."
                 )
 
     def put_back(self, states: Mapping[str, Any]) -> None:
-        """Give back what `get_state` returned in this process to those that have another state now, without a word.
+        """Restore the states from `get_state` of this process where they differ from the current ones.
 
         A callback that had no state gets an empty one.
         """
@@ -440,7 +445,7 @@ class Events:
             except Exception as error:
                 if before:
                     raise
-                self._say(f"{key!r} could not be given back its empty state ({type(error).__name__}: {error}).")
+                self._say(f"{key!r} could not load its empty state ({type(error).__name__}: {error}).")
 
     def _say(self, what: str) -> None:
         if self.trainer.is_main_process:
@@ -452,14 +457,14 @@ class Events:
 
 
 def check_event(event: Any) -> None:
-    """Check that `event` is one that is still to come.
+    """Check that `event` is an event that can still occur.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: it is not.
     """
     if not isinstance(event, Event):
         raise ConfigurationError(
-            f"on({event!r}): that is no event. Write one of {', '.join(f'Event.{e.name}' for e in Event)}."
+            f"on({event!r}): this is not an event. Write one of {', '.join(f'Event.{e.name}' for e in Event)}."
         )
     if event is Event.INIT:
         raise ConfigurationError("Event.INIT has already fired when a Trainer exists. Define Callback.on_init instead.")

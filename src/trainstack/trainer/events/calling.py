@@ -1,4 +1,4 @@
-"""`call_all` calls the subscribers of one point of a run, also where one of them raises."""
+"""`call_all` calls the subscribers of one point of a run, even if one of them raises an error."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainstack.errors import PeerError, annotate
 
 
 def call_all(calls: Iterable[Callable[..., Any]], *given: Any) -> None:
-    """Call each of `calls` with what is `given`. The first exception is raised when all have been called.
+    """Call each of `calls` with the arguments `given`, and then raise the first exception.
 
-    Otherwise the subscribers after the one that raised would never hear of this point: `train()`, called again, goes on
-    behind it. The failure of another process is raised at once, for the collectives of this one would wait for it.
+    All subscribers must be called, because a second call of `train()` continues after this point: the others would miss
+    it. A failure of another process is raised immediately, because the collectives of this process would wait for it.
     """
     first: BaseException | None = None
     for call in calls:
@@ -20,7 +20,7 @@ def call_all(calls: Iterable[Callable[..., Any]], *given: Any) -> None:
             call(*given)
         except PeerError:
             raise
-        except BaseException as error:  # an interrupt as well: it may come in any of them
+        except BaseException as error:  # includes KeyboardInterrupt, which may occur in any of the calls
             if first is None:
                 first = error
             else:

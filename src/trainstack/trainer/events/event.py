@@ -1,4 +1,4 @@
-"""`Event`, the table of events in the order in which they happen."""
+"""`Event`: the table of events in the order in which they occur."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 
 
 class Event(Enum):
-    """A point of a run: its name, what a subscriber gets after the trainer, and when it comes.
+    """A point of a run: its name, the values for subscribers, and when it occurs.
 
-    A method `on_<value>` of a `Callback` or of the module, and a function given to `trainer.on`, subscribe to it.
+    A method `on_<value>` of a `Callback` or of the module subscribes to it, and so does a function passed to
+    `trainer.on`.
 
     Attributes:
-        gives: the names of what a subscriber is given after `trainer`.
-        when: when it comes, in words.
-        is_certain: whether every run that trains to its end comes by it.
+        gives: names of the arguments of a subscriber after `trainer`.
+        when: description of when it occurs.
+        is_certain: whether it occurs in every run that trains to its end.
     """
 
     INIT = ("init", "", "the trainer exists, but nothing is prepared; a callback may still replace the arguments", 1)
@@ -103,7 +104,7 @@ class Event(Enum):
     is_certain: bool
 
     def __new__(cls, name: str, gives: str, when: str, certain: int) -> Event:
-        """One row of the table."""
+        """Make a member from one row of the table."""
         event = object.__new__(cls)
         event._value_ = name
         event.gives, event.when, event.is_certain = tuple(gives.split()), when, bool(certain)
@@ -111,7 +112,7 @@ class Event(Enum):
 
     @property
     def method(self) -> str:
-        """The name of the method that subscribes to it."""
+        """The name of the method that subscribes to the event."""
         return f"on_{self.value}"
 
 
@@ -120,7 +121,7 @@ SPANS = {
     Event.TRAIN_EPOCH_END: Event.TRAIN_EPOCH_BEGIN,
     Event.VALIDATION_END: Event.VALIDATION_BEGIN,
 }
-"""Ends and their beginnings. What was interrupted in between begins once more, which filters do not count twice."""
+"""End events and their begin events. An interrupted span begins again, which filters do not count twice."""
 
 
 FOREIGN_METHODS = {
@@ -141,24 +142,27 @@ FOREIGN_METHODS = {
     "on_evaluate_begin": Event.VALIDATION_BEGIN,
     "on_evaluate_end": Event.VALIDATION_END,
 }
-"""Methods of callbacks of pytorch-accelerated and fastNLP, with the events that come in their place."""
+"""Methods of callbacks in pytorch-accelerated and fastNLP, and the corresponding events."""
 
 
 class Callback:
-    """What acts at points of a run. Define `on_<event>(self, trainer, ...)` for each `Event` it subscribes to.
+    """Base class of callbacks. Define `on_<event>(self, trainer, ...)` for each `Event` to subscribe to.
 
-    There are no empty methods to override: what is not defined costs nothing. A method may take fewer arguments than
-    the event gives, from the right; what it cannot take is refused when the trainer is made.
+    There are no empty methods to override: an event without a method costs nothing. A method may take fewer arguments
+    than the event has values: the last ones are omitted. Unsupported parameters raise an error when the trainer is
+    made.
 
-    On many processes the methods are called on each of them. A checkpoint keeps the state of each rank where the ranks'
-    states differ.
+    With several processes the methods are called on each of them. If the states of the ranks differ, a checkpoint holds
+    the state of each rank.
 
     Attributes:
-        priority: callbacks and functions with a higher one come first; among equals callbacks do, in their order.
-        expects_all_events: whether it is said at the end of a run that an event to which it subscribes never came.
-        state_key: names the state in checkpoints; the name of the class if None. Several of one class are numbered.
-        copies_state: whether `update_state` copies the tensors that it is given into its own, and keeps none of them.
-            Then a resume reads each of them when it is copied, and the state takes no memory besides.
+        priority: callbacks and functions with higher priority run first; with equal priority, callbacks run first, in
+            the given order.
+        expects_all_events: whether to warn at the end of a run about events with a method that never occurred.
+        state_key: key of the state in checkpoints; None for the name of the class. Callbacks with equal keys are
+            numbered.
+        copies_state: whether `update_state` copies each tensor and keeps no reference to it. Then a resume reads each
+            tensor only when it is copied, so the state takes no additional memory.
     """
 
     priority: int = 0
@@ -167,20 +171,24 @@ class Callback:
     state_key: str | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it; nothing if empty. Made of plain values and tensors."""
+        """Return the state for a checkpoint, made of plain values and tensors; empty for none."""
         return {}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
+        """Restore the state from `get_state`."""
 
     def redistribute_state(self, states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-        """Make the state of this rank out of those of a run with another number of ranks, for `update_state`.
+        """Compute the state of this rank from those of a run with another number of ranks, for `update_state`.
 
-        Without it a checkpoint in which the ranks' states differ is refused on another number of ranks. `states` is
-        what `get_state` returned on each of them.
+        Without this method, a checkpoint in which the states of ranks differ cannot resume on another number of ranks.
+
+        Args:
+            states: result of `get_state` of each rank.
+            rank: rank of this process.
+            world_size: number of processes.
         """
         raise NotImplementedError
 
     def evaluation_context(self, trainer: Any) -> AbstractContextManager[Any] | None:
-        """Entered around each evaluation: validation, test and prediction, in training or by themselves."""
+        """Return a context for each evaluation (validation, test or prediction, also outside of training), or None."""
         return None

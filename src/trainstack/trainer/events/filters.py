@@ -10,12 +10,12 @@ from trainstack.errors import ConfigurationError
 
 
 def adapt_arity(function: Callable[..., Any], given: Sequence[str], where: str) -> Callable[..., Any]:
-    """`function`, to be called with all that is `given`, of which it gets as many as it takes, from the left.
+    """Adapt `function` to a call with all values in `given`: it gets as many of the first ones as it takes.
 
-    A parameter with a default is only filled if it is called like what is given in its place.
+    A parameter with a default value gets a value only if it has the name of this value.
 
     Raises:
-        ConfigurationError: it needs more than is given.
+        ConfigurationError: the function requires more arguments.
     """
     try:
         signature = inspect.signature(function)
@@ -32,14 +32,14 @@ def adapt_arity(function: Callable[..., Any], given: Sequence[str], where: str) 
         signature.bind(*range(count))
     except TypeError as error:
         raise ConfigurationError(
-            f"{name_of(function)}{signature} cannot take what {where} gives ({error}). Write "
-            f"def {name_of(function).rpartition('.')[2]}({', '.join(given)}), or fewer of them from the right."
+            f"{name_of(function)}{signature} cannot take the arguments of {where} ({error}). Write "
+            f"def {name_of(function).rpartition('.')[2]}({', '.join(given)}), or omit some of the last ones."
         ) from error
     return function if count == len(given) else lambda *arguments: function(*arguments[:count])
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """How to call `function` in messages."""
+    """Return the name of `function` for messages."""
     name: str = getattr(function, "__qualname__", None) or type(function).__name__
     return name.rpartition("<locals>.")[2]
 
@@ -49,19 +49,19 @@ _FILTER = "__trainstack_filter__"
 
 
 class Filter:
-    """Counts how often an event came, and says whether its subscriber runs this time.
+    """Counts the occurrences of an event, and decides at which of them its subscriber runs.
 
     Args:
-        every: run at the calls n, 2n, 3n, ...
-        once: run at the n-th call only; True for the first.
-        when: `when(trainer, filter) -> bool`, or `when(trainer)`.
+        every: run at occurrences n, 2n, 3n, ...
+        once: run at the n-th occurrence only; True for the first.
+        when: function `when(trainer, filter) -> bool` or `when(trainer) -> bool`.
 
     Attributes:
-        num_called: how often the event came, this time included.
-        num_executed: how often the subscriber ran.
+        num_called: number of occurrences, including the current one.
+        num_executed: number of times that the subscriber ran.
 
     Raises:
-        ConfigurationError: more than one is given, or one that cannot be.
+        ConfigurationError: more than one argument is given, or one is invalid.
     """
 
     num_called: int
@@ -72,11 +72,11 @@ class Filter:
     ) -> None:
         given = [f"{name}={value!r}" for name, value in (("every", every), ("once", once), ("when", when)) if value]
         if len(given) > 1:
-            raise ConfigurationError(f"{' and '.join(given)} exclude each other. Give one of them.")
+            raise ConfigurationError(f"{' and '.join(given)} exclude each other. Write one of them.")
         once = 1 if once is True else once
         for name, number in (("every", every), ("once", once)):
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise ConfigurationError(f"{name}={number!r}: write a whole number from 1 on.")
+                raise ConfigurationError(f"{name}={number!r}: write a whole number, 1 or more.")
         if when is not None and not callable(when):
             raise ConfigurationError(f"when={when!r}: write a function, when(trainer) -> bool.")
         self.num_called = self.num_executed = 0
@@ -85,7 +85,7 @@ class Filter:
         self._ran = False
 
     def passes(self, trainer: Any) -> bool:
-        """Count one occurrence; whether the subscriber runs."""
+        """Count one occurrence and return whether the subscriber runs."""
         self.num_called += 1
         if self._when is not None:
             self._ran = bool(self._when(trainer, self))
@@ -95,20 +95,20 @@ class Filter:
         return self._ran
 
     def take_back(self) -> None:
-        """Undo the last occurrence, which is about to come once more."""
+        """Undo the count of the last occurrence, which is about to be repeated."""
         self.num_called -= 1
         self.num_executed -= self._ran
 
     def never_ran_reason(self) -> str:
-        """For a subscriber that never ran."""
-        return f"the event came {self.num_called} times, at none of which its filter let it run"
+        """Return the reason for a subscriber that never ran."""
+        return f"the event occurred {self.num_called} times, and its filter selected none of them"
 
     def get_state(self) -> dict[str, Any]:
-        """The counters."""
+        """Return the counters."""
         return {"num_called": self.num_called, "num_executed": self.num_executed, "ran": self._ran}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
+        """Restore the counters from `get_state`."""
         self.num_called, self.num_executed = int(state["num_called"]), int(state["num_executed"])
         self._ran = bool(state["ran"])
 
@@ -116,20 +116,20 @@ class Filter:
 def call_filter(
     *, every: int | None = None, once: int | bool | None = None, when: Callable[..., Any] | None = None
 ) -> Callable[[Function], Function]:
-    """Decorate a method of a `Callback`: it runs at some of its event's occurrences only, each object counting its own.
+    """Decorate a method of a `Callback` to run only at some occurrences of its event; each object counts separately.
 
     Args:
-        every: at the calls n, 2n, 3n, ...
-        once: at the n-th call only; True for the first.
-        when: `when(trainer, filter) -> bool`, or `when(trainer)`.
+        every: run at occurrences n, 2n, 3n, ...
+        once: run at the n-th occurrence only; True for the first.
+        when: function `when(trainer, filter) -> bool` or `when(trainer) -> bool`.
 
     Raises:
-        ConfigurationError: not exactly one is given, or one that cannot be.
+        ConfigurationError: not exactly one argument is given, or it is invalid.
     """
     settings = {"every": every, "once": once, "when": when}
     Filter(**settings)  # type: ignore[arg-type]
     if all(value is None for value in settings.values()):
-        raise ConfigurationError("call_filter() was given nothing. Write every=..., once=... or when=... in it.")
+        raise ConfigurationError("call_filter() has no argument. Write every=..., once=... or when=... in it.")
 
     def decorate(method: Function) -> Function:
         setattr(method, _FILTER, settings)
@@ -139,6 +139,6 @@ def call_filter(
 
 
 def filter_of(method: Callable[..., Any]) -> Filter | None:
-    """A new filter as `call_filter` asked for at `method`; None if it did not."""
+    """Return a new filter with the settings of `call_filter` for `method`; None if it is not decorated."""
     settings = getattr(method, _FILTER, None)
     return None if settings is None else Filter(**settings)

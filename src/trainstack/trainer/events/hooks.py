@@ -15,9 +15,9 @@ Stop = Callable[[str], None]
 
 
 def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | None:
-    """The hook `name` of `subscriber`, if it does anything; an exception in it carries its name.
+    """Return the hook `name` of `subscriber`, or None if it is not overridden. Errors in the hook get its name as note.
 
-    `stop` is called with the reason where the hook raises `StopTraining`.
+    If the hook raises `StopTraining`, `stop` is called with the reason.
     """
     method = getattr(subscriber, name, None)
     default = getattr(CallbackInterface, name)
@@ -39,7 +39,7 @@ def overridden(subscriber: Any, name: str, stop: Stop | None = None) -> Hook | N
 
 
 def wants_outputs(hook: Hook | None) -> bool:
-    """Whether `hook` takes more positional arguments than the global step; `key` is none of them."""
+    """Whether `hook` takes more positional arguments than the global step; `key` does not count."""
     if hook is None:
         return False
     try:
@@ -52,7 +52,7 @@ def wants_outputs(hook: Hook | None) -> bool:
 
 
 def needs_outputs(hook: Hook) -> bool:
-    """Whether `hook` cannot be called with the global step alone."""
+    """Whether `hook` requires more arguments than the global step."""
     try:
         inspect.signature(hook).bind(0)
     except (TypeError, ValueError):
@@ -61,13 +61,15 @@ def needs_outputs(hook: Hook) -> bool:
 
 
 class Hooks:
-    """The hooks of one subscriber, a module or what `train_dl` is given; None where it has none.
+    """The hooks of one subscriber, a module or an argument of `train_dl`; None for a hook that is not overridden.
 
     Args:
-        hides_records: outputs and losses of training are given to no hook. One that takes `*outputs` gets none.
+        subscriber: object with hooks.
+        stop: called with the reason, if a hook raises `StopTraining`.
+        hides_records: whether hooks get no outputs and losses of training. A hook with `*outputs` gets none.
 
     Attributes:
-        step_outputs, epoch_outputs, val_outputs: whether somebody reads these outputs.
+        step_outputs, epoch_outputs, val_outputs: whether a hook reads these outputs.
         withheld: names of hooks that take outputs and get none.
     """
 

@@ -1,4 +1,4 @@
-"""Which callback of a checkpoint is which callback of this run, where several have one class."""
+"""Match callbacks of a checkpoint to callbacks of this run, if several have the same class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from trainstack.trainer.core.fingerprints import describe, hash_text
 
 _DEPTH, _WIDTH, _MAX_VALUES = 4, 50, 1000
-"""Of a callback so much is looked at: levels, items of a container, and values in all."""
+"""Limits of a hash: levels, items of a container, and values. They bound the time for callbacks with large data."""
 _NOT_SETTINGS = (type, FunctionType, MethodType, nn.Module)
 
 
 def settings_hash(callback: object) -> str:
-    """A hash of the class of `callback` and of the attributes with which it was made."""
+    """Return a hash of the class of `callback` and of its attributes after `__init__`."""
     return hash_text(_settings(callback, 0, iter(range(_MAX_VALUES))))
 
 
@@ -39,15 +39,14 @@ def _settings(value: Any, depth: int, left: Iterator[int]) -> str:
 
 
 def match_keys(mine: Mapping[str, Sequence[str]], made: Mapping[str, str], saved: Mapping[str, str]) -> dict[str, str]:
-    """For keys of the checkpoint, the keys of this run, where they are others.
+    """Return the keys of this run for keys of the checkpoint, where they differ.
 
-    Callbacks of one name belong together by their settings. Those that nobody has the settings of are taken in their
-    order.
+    Callbacks of one name match by their settings. Those without a match are paired in order.
 
     Args:
-        mine: the keys of callbacks that have one name, by that name; in their order.
-        made: the settings of this run's, by key.
-        saved: those of the checkpoint's.
+        mine: keys of the callbacks with one name, in order, by this name.
+        made: hashes of the settings in this run, by key.
+        saved: hashes of the settings in the checkpoint, by key.
     """
     renamed = dict[str, str]()
     for name, keys in mine.items():
@@ -56,7 +55,7 @@ def match_keys(mine: Mapping[str, Sequence[str]], made: Mapping[str, str], saved
             continue
         left, open_keys = list(theirs), list[str]()
         for key in keys:
-            # its own first: equal ones stay where they are
+            # The key itself is tried first, so that callbacks with equal settings keep their keys.
             same = [one for one in ([key] if key in left else []) + left if saved[one] == made[key]]
             if same:
                 renamed[same[0]] = key

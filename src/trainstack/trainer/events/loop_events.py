@@ -1,4 +1,4 @@
-"""Events within a step, as wrappers around verbs that have subscribers."""
+"""Events within a step: verbs that have subscribers are wrapped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Bind = Callable[[Event], Fire | None]
 
 
 def no_subscribers(event: Event) -> None:
-    """The subscribers of a loop that has none."""
+    """Always return None: used by a loop without subscribers."""
 
 
 def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[StepBatches]:
-    """`steps`, with the events around the fetch of each micro-batch."""
+    """Wrap `steps` with the events around the fetch of each micro-batch."""
     begin, end = bind(Event.FETCH_DATA_BEGIN), bind(Event.FETCH_DATA_END)
     if begin is None and end is None:
         return steps
@@ -30,7 +30,7 @@ def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[Step
     def fetched() -> Iterator[StepBatches]:
         source = iter(steps)
         while True:
-            if begin is not None:  # some sources fetch the first micro-batch to see whether there is a step
+            if begin is not None:  # before `next`: some sources fetch the first micro-batch to find out if there is one
                 begin()
             step_batches = next(source, None)
             if step_batches is None:
@@ -42,7 +42,7 @@ def with_fetch_events(steps: Iterable[StepBatches], bind: Bind) -> Iterable[Step
 
 
 def _announced(micro_batches: Iterator[MicroBatch], begin: Fire | None, end: Fire | None) -> Iterator[MicroBatch]:
-    """`micro_batches` with the events of a fetch, of which the first has begun."""
+    """Wrap `micro_batches` with the events of a fetch; the first fetch has begun already."""
     for batch, weight, last in micro_batches:
         if end is not None:
             end(batch.batch if type(batch) is Borrowed else batch)
@@ -52,7 +52,7 @@ def _announced(micro_batches: Iterator[MicroBatch], begin: Fire | None, end: Fir
 
 
 def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, Any]:
-    """`forward` and `backward` with the events before each, and after both."""
+    """Wrap `forward` and `backward` with the events before each, and after both."""
     begin, before_backward = bind(Event.TRAIN_BATCH_BEGIN), bind(Event.BEFORE_BACKWARD)
     end = bind(Event.TRAIN_BATCH_END)
     if begin is None and before_backward is None and end is None:
@@ -63,7 +63,7 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
     def announced_forward(work: Any, stage: Any, batch: Any, step: int) -> Any:
         nonlocal returned, given
         plain = batch.batch if type(batch) is Borrowed else batch
-        if type(plain) is not NextPart:  # a part of the micro-batch that has begun
+        if type(plain) is not NextPart:  # a later part of a micro-batch has no event of its begin
             if begin is not None:
                 begin(plain)
             given = None if end is None else plain
@@ -85,7 +85,7 @@ def with_batch_events(forward: Verb, backward: Verb, bind: Bind) -> tuple[Any, A
 
 
 def chain(first: Fire | None, second: Fire | None, second_takes: slice = slice(None)) -> Fire | None:
-    """Calls `first`, and `second` with a part of what it is given; see `call_all`."""
+    """Return a function that calls `first` with all arguments and `second` with some of them; see `call_all`."""
     if second is None:
         return first
     taken: Fire = lambda *given: second(*given[second_takes])  # noqa: E731

@@ -1,4 +1,4 @@
-"""Training and evaluation modes of optimizers, such as the schedule-free ones."""
+"""Training and evaluation modes of optimizers, such as schedule-free optimizers."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from torch import Tensor
 from trainstack.trainer.core.shards import kept_values, set_values
 
 WITH_MODES = "optimizers_with_modes"
-"""The key in a checkpoint's metadata of the classes of optimizers that evaluate other weights than it holds."""
+"""Key in a checkpoint's metadata for the classes of optimizers whose evaluated weights are not in the checkpoint."""
 
 
 def trained_weights_of(metadata: Mapping[str, Any] | None) -> str | None:
-    """A sentence about weights that are not those to evaluate; None where the checkpoint has the evaluated ones."""
+    """Return a sentence on a checkpoint without the evaluated weights; None if it has them."""
     names = (metadata or {}).get(WITH_MODES)
     if not names:
         return None
     return (
-        f"The checkpoint holds the weights that {' and '.join(map(str, names))} trains. The optimizer makes the "
-        "evaluated weights of them, out of its state."
+        f"The checkpoint holds the weights that {' and '.join(map(str, names))} trains. The optimizer computes the "
+        "evaluated weights from these and its state."
     )
 
 
 class OptimizerModes:
-    """Switches the optimizers that have both methods `train` and `eval`. They are in training mode from here on.
+    """Switches the optimizers that have both methods `train` and `eval`, and puts them into training mode.
 
-    `eval` of a schedule-free optimizer writes the averaged weights into the parameters, and `train` computes the
-    trained weights from these, with rounding errors. Training must not depend on how often the module is evaluated, so
-    both methods work on copies of the parameters, and the trained weights stay as they are.
+    `eval` of a schedule-free optimizer writes the averaged weights into the parameters. `train` computes the trained
+    weights from these, with rounding errors. Training must not depend on the number of evaluations, so both methods run
+    on copies of the parameters, and the trained weights do not change.
 
     Args:
-        optimizers: of the run; those without the methods are left out.
+        optimizers: optimizers of the run; those without the two methods are ignored.
 
     Raises:
-        Exception: whatever `train` of an optimizer raises.
+        Exception: the error of the `train` method of an optimizer.
     """
 
     def __init__(self, optimizers: Iterable[Any] = ()) -> None:
@@ -55,7 +55,7 @@ class OptimizerModes:
 
     @contextmanager
     def _on_copies(self) -> Iterator[None]:
-        """A block in which the parameters are copies, which are dropped at its end."""
+        """Context manager in which the parameters have copied values, which are dropped at its end."""
         kept = [(parameter, kept_values(parameter)) for parameter in self._parameters()]
         for parameter, data in kept:
             set_values(parameter, data.clone())
@@ -67,7 +67,7 @@ class OptimizerModes:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """A block in which the optimizers are in evaluation mode."""
+        """Context manager in which the optimizers are in evaluation mode."""
         if self._evaluates or not self._optimizers:
             yield
             return
@@ -82,7 +82,7 @@ class OptimizerModes:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A block in which the optimizers are in training mode, for checkpoints; the caller supplies the weights."""
+        """Context manager with the optimizers in training mode, for checkpoints; the caller restores the weights."""
         if not self._evaluates:
             yield
             return
@@ -101,17 +101,17 @@ class OptimizerModes:
 
     @property
     def metadata(self) -> dict[str, list[str]]:
-        """For checkpoints: the classes of the optimizers that have modes; empty without any."""
+        """Entries for checkpoints: the classes of the optimizers that have modes; empty without any."""
         names = sorted({type(optimizer).__name__ for optimizer in self._optimizers})
         return {WITH_MODES: names} if names else {}
 
     def end_training(self) -> None:
-        """Put the evaluated weights into the parameters; the trained ones are kept elsewhere."""
+        """Put the evaluated weights into the parameters; the caller keeps the trained weights."""
         self._call("eval")
         self._evaluates = True
 
     def begin_training(self) -> None:
-        """Training goes on; the caller puts the trained weights back."""
+        """Put the optimizers into training mode; the caller restores the trained weights."""
         if self._evaluates:
             with self._on_copies():
                 self._call("train")

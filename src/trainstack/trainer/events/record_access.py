@@ -1,4 +1,4 @@
-"""Refusal of hooks and subscribers that would get single records of a private run."""
+"""Check that hooks and subscribers get no single records of a private run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 from trainstack.errors import PrivacyError
 
 RECORDS = frozenset({"batch", "outputs", "loss"})
-"""The arguments of events that hold records of one step, or values of them."""
+"""Arguments of events that hold records of one step, or values computed from them."""
 
 
 def refuse_records(function: Callable[..., Any], label: str, public: int, given: Sequence[str]) -> None:
-    """Refuse a function that cannot be called without the records of a private run.
+    """Check that `function` can be called without the records of a private run.
 
     Args:
         function: a hook or a subscriber.
         label: its name in the message.
-        public: how many arguments it can be given.
-        given: the names of the arguments that it cannot be given.
+        public: number of arguments that it can get.
+        given: names of the arguments that it cannot get.
 
     Raises:
-        PrivacyError: it needs more than `public` arguments by position.
+        PrivacyError: it requires more than `public` positional arguments.
     """
     try:
         inspect.signature(function).bind(*range(public))
     except (TypeError, ValueError) as error:
         raise PrivacyError(
-            f"{label} takes {' and '.join(given)} of training, which a private run gives to no hook and no subscriber: "
-            "a hook that keeps records or writes them into the module carries them into later steps without clipping "
-            "and noise. Leave the argument out, or write "
+            f"{label} takes {' and '.join(given)} of training, which a private run passes to no hook and no "
+            "subscriber: a hook that keeps records or writes them into the module carries them into later steps "
+            "without clipping and noise. Remove the argument, or write "
             "DifferentialPrivacyArguments(expose_records=True), which makes the run NOT PRIVATE."
         ) from error

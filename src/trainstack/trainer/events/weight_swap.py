@@ -12,10 +12,10 @@ from trainstack.trainer.core.shards import kept_values, set_values
 
 
 class WeightSwap:
-    """Where trained weights lie while the module has better ones, such as averages, until training goes on.
+    """Keeps the trained weights while the module has other weights, such as averages, until training continues.
 
     Attributes:
-        is_active: whether they lie here.
+        is_active: whether trained weights are kept here.
     """
 
     is_active: bool
@@ -25,7 +25,7 @@ class WeightSwap:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def swap_in(self, module: nn.Module) -> None:
-        """From now on the module's parameters and buffers may be changed in place. Nothing if it is so already."""
+        """Keep the weights, so that parameters and buffers may be changed in place. A second call has no effect."""
         if self.is_active:
             return
         self._kept = [(tensor, kept_values(tensor)) for tensor in chain(module.parameters(), module.buffers())]
@@ -35,7 +35,7 @@ class WeightSwap:
 
     @contextmanager
     def original_weights(self) -> Iterator[None]:
-        """A block in which the module has what was trained; for checkpoints."""
+        """Context manager in which the module has the trained weights; for checkpoints."""
         others = [kept_values(tensor) for tensor, _ in self._kept]
         for tensor, data in self._kept:
             set_values(tensor, data)
@@ -46,7 +46,7 @@ class WeightSwap:
                 set_values(tensor, data)
 
     def swap_out(self) -> None:
-        """Give the module back what was trained."""
+        """Restore the trained weights of the module."""
         for tensor, data in self._kept:
             set_values(tensor, data)
         self._kept, self.is_active = [], False

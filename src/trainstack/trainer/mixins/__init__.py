@@ -1,1 +1,1 @@
-"""The methods of `Trainer`, by idea."""
+"""The methods of `Trainer`, by topic."""

@@ -1,4 +1,4 @@
-"""`TrainerBase` opens the backend, restores and prepares a run, for the methods of a trainer."""
+"""`TrainerBase` opens the backend, and restores and prepares a run, for the methods of a trainer."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class TrainerBase(AbstractTrainer):
     _context: RunContext
     _saver: Saver
     _stopper: Stopper
-    _metrics: Any  # those given, by name
+    _metrics: Any  # metrics given by the user, by name
     _run: Run | None = None
     _reporter: Reporter | None = None
-    _evaluation: Run | None = None  # evaluates as long as nothing is to be trained
+    _evaluation: Run | None = None  # evaluates until a run is prepared for training
     _training = _finished = _making_ready = _is_made = _is_copy = False
     _then_raise: Exception | None = None
 
     @property
     def args(self) -> TrainerArguments:
-        """The arguments in force; `on_init` of a callback may replace them."""
+        """The current arguments; `on_init` of a callback may replace them."""
         return self._context.args
 
     @args.setter
@@ -59,13 +59,13 @@ class TrainerBase(AbstractTrainer):
 
     @property
     def world(self) -> World:
-        """This process's place among all, and its device."""
+        """The rank of this process, the number of processes, and the device."""
         return self._context.world
 
     def _ready(self, *, to_train: bool = False) -> Run:
-        """Open the backend, restore what is to be resumed, and prepare the module; once.
+        """Open the backend, restore the state to resume from, and prepare the module; only at the first call.
 
-        What is to be resumed `to_train` on is chosen by the owner of the directories alone.
+        With `to_train`, only the owner of the directories selects the checkpoint to resume from.
         """
         if self._run is not None and to_train and not self._finished:
             with self._context.fail_together():
@@ -73,8 +73,8 @@ class TrainerBase(AbstractTrainer):
         if self._run is None:
             if self._making_ready:
                 raise ConfigurationError(
-                    "the trainer was asked for its plan or state while it makes the module ready. In "
-                    "get_optimizers_schedulers and get_train_dataloader use self.plan."
+                    "the trainer's plan or state was used while the trainer prepares the module. Use self.plan in "
+                    "get_optimizers_schedulers and get_train_dataloader."
                 )
             self._making_ready = True
             try:
@@ -108,9 +108,9 @@ class TrainerBase(AbstractTrainer):
             resume_training(self._run, checkpoint, self.update_state)
 
     def _restore(self, to_train: bool) -> Checkpoint:
-        """Give the module the weights that it goes on with; the checkpoint that is continued, empty if none is.
+        """Load the weights of the module, and return the checkpoint to resume from; an empty one for a new run.
 
-        Weights to start from are taken once, so that an evaluation before training changes nothing.
+        Weights to start from are loaded once, so that an evaluation before training does not change the weights.
         """
         context = self._context
         self._saver.choose_directory(to_train=to_train)
@@ -132,7 +132,7 @@ class TrainerBase(AbstractTrainer):
         return checkpoint
 
     def _initialize(self, checkpoint: Checkpoint) -> None:
-        """Give a placed module that was built on the meta device its values, and then its weights."""
+        """Initialize a placed module that was built on the meta device, and then load its weights."""
         from trainstack.backends.sharding.meta import initialize_meta
 
         is_loaded = checkpoint.is_empty and self.args.init_weights_from is not None and self.args.init_weights_strict
@@ -155,17 +155,17 @@ class TrainerBase(AbstractTrainer):
             note_initial_weights(self._context, self._saver)
 
     def _ready_to_evaluate(self) -> Run:
-        """As `_ready`, without training data and optimizers as long as nothing is to be trained.
+        """Prepare the run without training data and optimizers, as long as nothing is trained.
 
-        Training prepares the module anew. A stack that cannot do that is prepared for training now, and so it is where
-        a subscriber waits for `READY`.
+        Training then prepares the module again. If a layer cannot be prepared twice, or if a user's function subscribes
+        to `READY`, the run is prepared for training at once.
         """
         again = all(layer.prepares_again for layer in self.trainer_backend.layers())
         if self._run is not None or not again or self.events.has_foreign(Event.READY):
             return self._ready()
         if self._evaluation is None:
             if self._making_ready:
-                return self._ready()  # which refuses it
+                return self._ready()  # raises the error for a use during preparation
             self._making_ready = True
             try:
                 with self._context.fail_together():
@@ -175,20 +175,20 @@ class TrainerBase(AbstractTrainer):
         return self._ready_with_optimizers() if self._evaluation is None else self._evaluation
 
     def _ready_with_optimizers(self) -> Run:
-        """As `_ready`, for an evaluation whose weights an optimizer makes out of its state."""
+        """Call `_ready`, for an evaluation whose weights an optimizer computes from its state."""
         try:
             return self._ready()
         except Exception as error:
             annotate(
                 error,
-                "raised while the optimizer of the checkpoint was made, which makes the evaluated weights. Give the "
-                "module the optimizer and the training data of the run. Or evaluate the export of the run: "
+                "raised while the optimizer of the checkpoint was created, which computes the evaluated weights. Give "
+                "the module the optimizer and the training data of the run. Or evaluate the export of the run: "
                 "TrainerArguments(resume=False, init_weights_from='.../checkpoint-model-...').",
             )
             raise
 
     def _make_evaluation(self) -> Run | None:
-        """What evaluates without optimizers; None where the resumed weights are evaluated by an optimizer's state."""
+        """Make a run without optimizers; None if the evaluated weights depend on the state of an optimizer."""
         from trainstack.trainer.run.agreement import agree_on_setup
         from trainstack.trainer.run.run import Run
         from trainstack.trainer.run.run_states import resume_evaluation
@@ -202,11 +202,11 @@ class TrainerBase(AbstractTrainer):
         return run
 
     def _prepared(self, name: str) -> Run:
-        """The run, for the member `name`; refused as long as the trainer or the module is still being made."""
+        """Return the run for the member `name`; an error while the trainer or the module is being prepared."""
         if self._run is None and (self._making_ready or not self._is_made):
             raise ConfigurationError(
-                f"trainer.{name} was used before the optimizers and the plan exist. Use it from on_ready on; on_init "
-                "and the methods that make optimizers and loaders come too early."
+                f"trainer.{name} was used before the optimizers and the plan exist. Use it in on_ready or later, not "
+                "in on_init or in the methods that create optimizers and loaders."
             )
         return self._ready()
 
@@ -220,24 +220,24 @@ class TrainerBase(AbstractTrainer):
         return made
 
     def load_checkpoints(self) -> Checkpoint:
-        """What the checkpointer finds to continue from, as `args.resume` says; an empty one if nothing.
+        """Return the checkpoint to continue from, as `args.resume` selects it; an empty one if there is none.
 
-        Large tensors in it are read from the files where they are used, and cannot be written to.
+        Large tensors in it are read from the files when they are used, and are read-only.
         """
         return self._saver.load()
 
     def get_state(self) -> dict[str, Any]:
-        """Counters, optimizers, schedulers and running means. Override to add to it."""
+        """Return counters and states of optimizers, schedulers and running means. Override it to add to the state."""
         return self._ready().loop.get_state()
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
-        """Take back what `get_state` returned; nothing for None.
+        """Restore the state from `get_state`; None has no effect.
 
         Raises:
-            CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+            CheckpointMismatchError: the optimizers or schedulers differ from those of the checkpoint.
         """
         if state:
             run, fresh = self._ready(), self.args.reset_optimizers_schedulers
             run.loop.update_state(state, fresh_optimizers=fresh, log=run.log)
-            if not self._making_ready:  # a resume has further changes to report
+            if not self._making_ready:  # a resume reports these with its other changes
                 report_changes(run.loop.optimizer_states.changes, self._context)

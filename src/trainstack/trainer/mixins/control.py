@@ -1,4 +1,4 @@
-"""The methods of a trainer by which hooks and callbacks change the run."""
+"""The methods of a trainer with which hooks and callbacks change the run."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class ControlMixin(TrainerBase):
     """Stops, limits, frozen parameters, swapped weights and subscriptions."""
 
     def request_stop(self, reason: str, *, then_raise: Exception | None = None) -> None:
-        """Ask for the end of the training at the next step boundary; `train()` then returns.
+        """Request the end of training at the next step boundary; `train()` then returns.
 
-        Hooks, other threads and signal handlers may call it, on one process or on all. Asked in a validation, the
-        training ends after the epoch. An epoch under way is not ended: its hooks and its validation are left out, and
-        `train()` called again goes on exactly there.
+        Hooks, other threads and signal handlers may call it, on one process or on all. After a request in a validation,
+        training ends after the epoch. An epoch that is cut short does not run its end hooks and its validation; a
+        second call of `train()` continues exactly there.
 
         Args:
-            reason: what `stop_reason` says afterwards.
-            then_raise: what `train()` raises on this process once the training has ended in good order. Ask on all
-                processes to have it raised on all.
+            reason: value of `stop_reason` afterwards.
+            then_raise: error that `train()` raises on this process after it has ended and saved normally. Call the
+                method on all processes to raise it on all.
         """
         self._then_raise = then_raise
         self._stopper.request(reason)
 
     def end_epoch(self) -> None:
-        """Leave out the rest of the epoch: its end follows after the step under way, or after its first step.
+        """Skip the rest of the epoch: its end follows after the current step, or after its first step.
 
-        Hooks, validation, schedulers and checkpoints of the epoch's end come as usual, then the next epoch begins. On
-        several processes each one calls it in the same step. Checkpoints keep the request.
+        Hooks, validation, schedulers and checkpoints of the epoch's end run as usual. Then the next epoch begins. With
+        several processes, each must call it in the same step. Checkpoints keep the request.
 
         Raises:
-            ConfigurationError: no epoch is trained, the run is private, or it does not exist yet (in `on_init`).
+            ConfigurationError: no epoch is being trained, the run is private, or it does not exist yet (in `on_init`).
         """
         run = self._prepared("end_epoch")
         if self.trainer_backend.is_private:
@@ -52,24 +52,24 @@ class ControlMixin(TrainerBase):
             )
         if not self.events.is_training or self.state.epoch_end:
             raise ConfigurationError(
-                "trainer.end_epoch() was called where no epoch is trained. Call it from on_train_epoch_begin until the "
-                "last step of the epoch, such as in on_train_step_end."
+                "trainer.end_epoch() was called while no epoch is being trained. Call it between on_train_epoch_begin "
+                "and the last step of the epoch, such as in on_train_step_end."
             )
         self.state.ends_epoch = True
         run.loop.wake()
 
     def limit_steps_per_epoch(self, *, train: int | None = None, val: int | None = None) -> None:
-        """Lower `max_train_steps_per_epoch` and `max_val_steps_per_epoch`, before the plan is made: in `on_init`.
+        """Lower `max_train_steps_per_epoch` and `max_val_steps_per_epoch`. Call it in `on_init`, before a plan exists.
 
-        Plan and schedulers are then made for the shorter epochs. A lower limit of the arguments stays.
+        The plan and the schedulers are made for the shorter epochs. A lower limit in the arguments is kept.
 
         Args:
-            train: global steps of an epoch; None for no further limit.
+            train: global steps an epoch; None for no further limit.
             val: validation batches of each loader; None for no further limit.
 
         Raises:
-            ConfigurationError: the plan exists already, a limit is no whole number from 1 on, or that of the arguments
-                is a fraction.
+            ConfigurationError: the plan exists already, a limit is not a whole number above 0, or the limit in the
+                arguments is a fraction.
         """
         if self._run is not None or self._making_ready:
             raise ConfigurationError(
@@ -81,27 +81,27 @@ class ControlMixin(TrainerBase):
         fractions = [name for name in limits if isinstance(getattr(self.args, name), float)]
         if fractions:
             raise ConfigurationError(
-                f"limit_steps_per_epoch: {fractions[0]}={getattr(self.args, fractions[0])} is a fraction, and which of "
-                "the two limits is lower is not known before the plan. Leave one of them out."
+                f"limit_steps_per_epoch: {fractions[0]}={getattr(self.args, fractions[0])} is a fraction, and the "
+                "lower of the two limits is unknown before the plan exists. Remove one of them."
             )
-        replace(self.args, **limits)  # type: ignore[arg-type]  # refuses what is no limit
+        replace(self.args, **limits)  # type: ignore[arg-type]  # raises an error for an invalid limit
         lower = {name: min(limit, getattr(self.args, name) or limit) for name, limit in limits.items()}
         self.args = replace(self.args, **lower)  # type: ignore[arg-type]
 
     def call_at_step(self, step: int, function: Callable[..., Any]) -> None:
-        """Call `function` once, when global step `step` is finished: after its log point, before its validation.
+        """Call `function` once after global step `step`: after its log point and before its validation.
 
-        Other steps cost nothing. The function may do what a subscriber of an event may do: validate, save a checkpoint,
-        or stop the training. On several processes each one asks for the same call. Checkpoints do not keep the request,
-        so ask in `on_train_begin` if `step` is still to come. A run that ends before `step` does not call it.
+        Other steps cost nothing. The function may do the same as a subscriber of an event: validate, save a checkpoint,
+        or stop training. With several processes, each must register the same call. Checkpoints do not keep it, so
+        register it in `on_train_begin` if `step` is still to come. A run that ends before `step` does not call it.
 
         Args:
             step: a global step after `state.global_step`.
-            function: takes the trainer, or nothing.
+            function: function of the trainer, or without parameters.
 
         Raises:
-            ConfigurationError: the step is no whole number or is finished already, the function needs more than the
-                trainer, or the run does not exist yet (in `on_init`).
+            ConfigurationError: the step is not a whole number or is finished already, the function requires more than
+                the trainer, or the run does not exist yet (in `on_init`).
         """
         run = self._prepared("call_at_step")
         if not isinstance(step, int) or isinstance(step, bool) or step <= self.state.global_step:
@@ -110,23 +110,29 @@ class ControlMixin(TrainerBase):
                 "a whole number."
             )
         self.events.call_at(step, function)
-        run.loop.wake()  # at the next boundary the loop computes anew which step is next
+        run.loop.wake()  # the loop has cached the next step at which something is due
 
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Stop training `parameters` from the next step on: no gradient, no weight decay, no momentum.
+        """Stop training `parameters` from the next step: no gradient, no weight decay, no momentum.
 
-        They do not require gradients meanwhile. All ranks call it alike. A run that resumes in full has the same
-        parameters frozen.
+        It sets `requires_grad` to False. All ranks must make the same call. A resumed run has the same frozen
+        parameters.
+
+        Args:
+            parameters: parameters of the module.
 
         Raises:
-            ConfigurationError: the run is private, something is no parameter, a step is under way, or the optimizers do
+            ConfigurationError: the run is private, an item is not a parameter, a step is running, or the optimizers do
                 not exist yet.
         """
         for parameter in self._freezable("freeze", parameters):
             parameter.requires_grad_(False)
 
     def unfreeze(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train `parameters` from the next step on: they require gradients. An optimizer must hold them.
+        """Train `parameters` from the next step: it sets `requires_grad` to True. An optimizer must hold them.
+
+        Args:
+            parameters: parameters of the module.
 
         Raises:
             ConfigurationError: as for `freeze`.
@@ -139,8 +145,8 @@ class ControlMixin(TrainerBase):
         given = list(parameters)
         if self.trainer_backend.is_private:
             raise ConfigurationError(
-                f"trainer.{name} cannot change what a private run trains. Freeze for good in the module instead: "
-                "requires_grad_(False) before it is given to the trainer."
+                f"trainer.{name} cannot change the trainable parameters of a private run. Freeze them in the module "
+                "instead: call requires_grad_(False) before the trainer gets the module."
             )
         wrong = next((one for one in given if not isinstance(one, nn.Parameter)), None)
         if wrong is not None:
@@ -155,42 +161,43 @@ class ControlMixin(TrainerBase):
         return given
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
-        """A block in which the module has the weights that are evaluated: the `evaluation_context` of each callback.
+        """Return a context manager in which the module has the evaluated weights, see `Callback.evaluation_context`.
 
-        Use it to export what was validated, such as the averages of `EMA`. Do not train in it.
+        Use it to export the weights that were validated, such as the averages of `EMA`. Do not train inside it.
         """
         return self.events.evaluation_contexts()
 
     def keep_trained_weights(self) -> None:
-        """Keep the trained weights; from here on write others into the module's parameters and buffers, in place.
+        """Keep a copy of the trained weights, so that others can be written in place into parameters and buffers.
 
-        For `on_train_end`: the export has the others, checkpoints have the trained ones, and `train()` called again
-        continues from the trained ones. A second call does nothing.
+        Call it in `on_train_end`. The export then has the other weights, and checkpoints have the trained ones. A later
+        call of `train()` continues from the trained ones. A second call has no effect.
 
         Raises:
-            ConfigurationError: a training is under way, or has failed.
+            ConfigurationError: training is running or has failed.
         """
         if self.is_training:
             raise ConfigurationError(
-                "keep_trained_weights was called in a training, which would go on with other weights. Call it in "
-                "on_train_end where status is 'finished' or 'stopped'; for evaluations define evaluation_context."
+                "keep_trained_weights was called during training, which would continue with other weights. Call it in "
+                "on_train_end if status is 'finished' or 'stopped'; for evaluations define evaluation_context."
             )
         self.events.weight_swap.swap_in(self.module)
 
     @property
     def keeps_trained_weights(self) -> bool:
-        """Whether the module has other weights than the trained ones, see `keep_trained_weights`."""
+        """Whether the module has weights other than the trained ones, see `keep_trained_weights`."""
         return self.events.weight_swap.is_active
 
     def post_processing(self) -> AbstractContextManager[None]:
-        """A block in which a callback may change parameters and buffers of a private run.
+        """Return a context manager in which a callback may change parameters and buffers of a private run.
 
-        A private run refuses each change that no optimizer has made, since it may carry records into later steps
-        without clipping and noise. Within the block compute from weights and public values alone, as for an average of
-        weights: then the change is post-processing, which differential privacy covers. It does nothing in other runs.
+        A private run raises an error after each change that no optimizer has made, because it may carry records into
+        later steps without clipping and noise. Inside the block, compute only from weights and public values, such as
+        an average of weights: then the change is post-processing, which differential privacy covers. In other runs the
+        block has no effect.
 
         Raises:
-            PrivacyError: something has been changed before the block.
+            PrivacyError: values were changed before the block.
         """
         self._prepared("post_processing")
         return self.trainer_backend.post_processing()
@@ -204,24 +211,26 @@ class ControlMixin(TrainerBase):
         when: Callable[..., Any] | None = None,
         priority: int = 0,
     ) -> Callable[[Function], Function]:
-        """Subscribe a function to `event` of this trainer, as a decorator or by `trainer.on(event)(function)`.
+        """Subscribe a function to `event`, as a decorator or with `trainer.on(event)(function)`.
 
-        The function gets the trainer and what the event gives, or fewer of them from the right. A parameter with a
-        default is only filled if it is called like what stands in its place. `every`, `once` and `when` exclude each
-        other; what they have counted is saved in checkpoints.
+        The function gets the trainer and the values of the event; it may omit the last ones. A parameter with a default
+        value gets a value only if it has the name of this value. Write at most one of `every`, `once` and `when`;
+        checkpoints keep their counters.
 
         Args:
             event: a point of the run.
-            every: run at the calls n, 2n, 3n, ...
-            once: run at the n-th call only; True for the first.
-            when: `when(trainer, filter) -> bool`, or `when(trainer)`; `filter.num_called` counts the calls.
-            priority: subscribers with a higher one come first.
+            every: run at occurrences n, 2n, 3n, ...
+            once: run at the n-th occurrence only; True for the first.
+            when: function `when(trainer, filter) -> bool` or `when(trainer) -> bool`; `filter.num_called` is the number
+                of occurrences.
+            priority: subscribers with higher priority run first.
 
         Returns:
-            A decorator, which returns the function as it is.
+            A decorator that returns the function unchanged.
 
         Raises:
-            ConfigurationError: the filter is wrong, or the function needs more than the event gives.
+            ConfigurationError: the filter is invalid, or the function requires more arguments than the event has
+                values.
         """
         check_event(event)
         asked = any(value is not None for value in (every, once, when))
@@ -234,13 +243,13 @@ class ControlMixin(TrainerBase):
         return subscribe
 
     def off(self, function: Callable[..., Any]) -> None:
-        """Take back all subscriptions of `function`; in the loop it takes effect with the next epoch.
+        """Remove all subscriptions of `function`; for events in the training loop, from the next epoch.
 
         Raises:
-            ConfigurationError: it has not subscribed to an event of this trainer.
+            ConfigurationError: the function has no subscription to an event of this trainer.
         """
         if not self.events.remove(function):
             raise ConfigurationError(
-                f"off({function!r}): it has not subscribed. Give the function or the bound method that was given to "
-                "trainer.on(event)."
+                f"off({function!r}): this function has no subscription. Write the function or bound method that was "
+                "passed to trainer.on(event)."
             )

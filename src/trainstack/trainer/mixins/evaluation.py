@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationMixin(TrainerBase):
-    """Validates, tests, predicts and gathers."""
+    """Validates, tests, predicts and gathers outputs."""
 
     def validate(
         self,
@@ -30,21 +30,21 @@ class EvaluationMixin(TrainerBase):
         """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
         Before training it needs neither training data nor optimizers, except with a layer that prepares both together,
-        such as `dp`. The weights are then those of `resume` or `init_weights_from`, or the module's own.
+        such as `dp`. The weights are then those of `resume` or `init_weights_from`, or the initial ones.
 
         Args:
-            dataloaders: a loader, a data set with a length, or a dict of them by name; the module's by default. The
-                loss of the loader "shifted" is called `val/shifted/loss`, that of a single loader `val/loss`.
-            log: whether metrics go to the history; by default only within training, from a hook.
-            keep_outputs: whether outputs are returned; if False they are collected only where `on_end_val_epoch` takes
-                them, which saves memory. On several processes True gives all outputs to each of them. "main" gives them
-                to the main process, and none to the others. "own" leaves each process the part that it has evaluated;
-                in the order of the ranks the parts are in data set order.
-            batch_size: samples a batch, on each process, of data sets and of the module's loaders; by default
+            dataloaders: a loader, a dataset with a length, or a dict of these by name; None for the loaders of the
+                module. The loss of the loader "shifted" is `val/shifted/loss`, that of a single loader `val/loss`.
+            log: whether metrics are recorded in the history; None: only during training, in a hook.
+            keep_outputs: whether to return outputs. False saves memory: outputs are collected only if
+                `on_end_val_epoch` takes them. With several processes, True gives all outputs to each process; "main"
+                gives them only to the main process; "own" leaves to each process the outputs that it has computed, so
+                that the parts in rank order are in dataset order.
+            batch_size: samples a batch on each process, for datasets and for the module's loaders; None for
                 `args.val_batch_size`.
-            collate_fn: makes batches of the data sets that are given.
-            pad_value: fills up outputs whose shapes differ in another dimension than the first, at the end of each
-                dimension. Without it such outputs come back as a list with one tensor a batch.
+            collate_fn: function that makes batches of the given datasets.
+            pad_value: value that pads outputs at the end of each dimension, if their shapes differ in another dimension
+                than the first. Without it, such outputs are returned as a list with one tensor a batch.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
@@ -75,7 +75,7 @@ class EvaluationMixin(TrainerBase):
         collate_fn: Callable[[Any], Any] | None = None,
         pad_value: float | None = None,
     ) -> EvaluationOutputs:
-        """Run `test_step` over test data, as `validate` does.
+        """Run `test_step` over test data. Arguments and result are those of `validate`.
 
         Raises:
             ModuleContractError: there is no data.
@@ -102,13 +102,13 @@ class EvaluationMixin(TrainerBase):
         collate_fn: Callable[[Any], Any] | None = None,
         pad_value: float | None = None,
     ) -> Any:
-        """Run `predict_step` over `dataloader`; returns what it returned, joined in data set order.
+        """Run `predict_step` over `dataloader` and return its results, joined in dataset order.
 
         Args:
-            dataloader: a loader or a data set, or a dict of them by name, which gives a dict of outputs.
-            stream: return an iterator over the outputs of single batches, on the CPU, in data set order. It predicts
-                as it is read, so that nothing is collected. On several processes all of them get all batches, and read
-                to the same place.
+            dataloader: a loader or a dataset, or a dict of these by name, for a dict of outputs.
+            stream: whether to return an iterator over the outputs of single batches, on the CPU, in dataset order. It
+                predicts while it is read and keeps no outputs. With several processes, each gets all batches, and all
+                must read equally many.
             keep_outputs: as for `validate`. With "main" the result is None on the other processes.
             batch_size: as for `validate`.
             collate_fn: as for `validate`.
@@ -121,12 +121,12 @@ class EvaluationMixin(TrainerBase):
         if stream and keep_outputs is not True:
             raise ConfigurationError(
                 f"predict(stream=True, keep_outputs={keep_outputs!r}): a stream gives each batch to all processes and "
-                "keeps none. Leave keep_outputs out."
+                "keeps none. Remove keep_outputs."
             )
         if stream and (isinstance(dataloader, dict) or pad_value is not None):
             raise ConfigurationError(
-                "predict(stream=True) gives the outputs of each batch as predict_step returned them: give one loader "
-                "or data set, and no pad_value."
+                "predict(stream=True) returns the outputs of each batch as predict_step returned them: write one "
+                "loader or dataset, and no pad_value."
             )
         with self._context.fail_together():
             evaluator = self._ready_to_evaluate().evaluator
@@ -137,10 +137,13 @@ class EvaluationMixin(TrainerBase):
             return outputs if isinstance(dataloader, dict) else outputs.get("default")
 
     def gather(self, outputs: Any) -> Any:
-        """What every process gives, joined along dimension 0 in the order of the ranks, on every process.
+        """Join the values of all processes along dimension 0 in rank order, with the result on every process.
 
-        Tensors may differ in their first dimension; lists are put one after the other; dicts and tuples are joined
-        item by item. All processes must call it together.
+        Tensors may differ in their first dimension; lists are concatenated; dicts and tuples are joined item by item.
+        Collective: all processes must call it together.
+
+        Args:
+            outputs: nested tensors, lists, tuples and dicts.
         """
         with self._context.fail_together():
             self._ready()

@@ -1,4 +1,4 @@
-"""The methods of a trainer that print, and that hand values and files to the writers."""
+"""The methods of a trainer that print, and that pass values and files to the writers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class OutputMixin(TrainerBase):
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """`print` on the main process only, or on the first process of each machine."""
+        """Call `print` on the main process only, or with `once="node"` on the first process of each machine."""
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             print(*values, sep=sep, end=end, file=sys.stdout if file is None else file, flush=flush)
 
     def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
-        """Let the trackers among the writers upload a file or a folder, on the main process.
+        """Pass a file or folder to the trackers among the writers for upload, on the main process.
 
-        A private run uploads what it is given: the caller vouches that the file may be published.
+        A private run uploads any file: you are responsible for its content being public.
 
         Args:
-            path: it must stay as it is until the training has ended, since the upload may come later.
-            name: in the tracker; by default that of the file.
+            path: file or folder; do not change it before training has ended, because the upload may be later.
+            name: name in the tracker; None for the name of the file.
 
         Raises:
-            ConfigurationError: there is no such file, or no training is under way.
+            ConfigurationError: there is no such file, or no training is running.
         """
         path = Path(path).absolute()
         reporter = self._writing("log_artifact")
@@ -55,10 +55,10 @@ class OutputMixin(TrainerBase):
         self._context.sink.record_media(kind, name, make, provenance)
 
     def _writing(self, method: str) -> Reporter:
-        """The reporter, whose writers are open, for `method`."""
+        """Return the reporter, whose writers are open, for `method`."""
         if self._reporter is None:
             raise ConfigurationError(
-                f"trainer.{method} was called while no training is under way, so no writer is open. Call it in a hook "
+                f"trainer.{method} was called while no training is running, so no writer is open. Call it in a hook "
                 "or a subscriber of an event, such as on_end_val_epoch or on_train_end."
             )
         return self._reporter

@@ -26,10 +26,10 @@ class PropertiesMixin(TrainerBase):
 
     @property
     def output_dir(self) -> Path:
-        """The folder of the run, absolute. With `output_dir=None` it is chosen when the run is made.
+        """The absolute path of the run's folder. With `output_dir=None` it is chosen when the run is prepared.
 
         Raises:
-            ConfigurationError: it is not chosen yet, in `on_init`.
+            ConfigurationError: it is not chosen yet (in `on_init`).
         """
         directory = self._context.directory
         if not directory.is_settled and self._is_made and not self._making_ready:
@@ -38,13 +38,13 @@ class PropertiesMixin(TrainerBase):
 
     @property
     def log_dir(self) -> Path:
-        """Where writers and the report write: `output_dir`, unless `writer_args` name another folder."""
+        """The folder of the writers and the report: `output_dir`, unless `writer_args` has another folder."""
         _ = self.output_dir
         return self._context.directory.log_dir
 
     @property
     def view(self) -> RunView:
-        """Counters, sizes and loaders of the run, to be read."""
+        """Read-only counters, sizes and loaders of the run."""
         from trainstack.trainer.run.view import RunView
 
         return RunView(self._ready())
@@ -73,7 +73,7 @@ class PropertiesMixin(TrainerBase):
 
     @property
     def train_step_batch_size(self) -> int:
-        """Samples a micro-batch, at most; the last one of a step may have fewer."""
+        """Largest number of samples in a micro-batch; the last one of a step may have fewer."""
         return self._sizes.micro_batch
 
     @property
@@ -93,23 +93,23 @@ class PropertiesMixin(TrainerBase):
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that step, in the order in which `get_optimizers_schedulers` returned them.
+        """The optimizers of the run, in the order in which `get_optimizers_schedulers` returned them.
 
-        They are the live objects. A scheduler sets "lr" of their `param_groups` after each step.
+        These are the objects in use, not copies. A scheduler sets "lr" of their `param_groups` after each step.
 
         Raises:
-            ConfigurationError: they do not exist yet, in `on_init` and `get_optimizers_schedulers`.
+            ConfigurationError: they do not exist yet (in `on_init` and `get_optimizers_schedulers`).
         """
         return self._prepared("optimizers").loop.work.optimizers
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """The schedulers that step, without their `SchedulerConfig`, in the order in which they were returned.
+        """The schedulers of the run, without their `SchedulerConfig`, in the order in which they were returned.
 
-        They are the live objects. The trainer steps them; a callback only reads them.
+        These are the objects in use, not copies. The trainer steps them; do not step them in a callback.
 
         Raises:
-            ConfigurationError: they do not exist yet, in `on_init` and `get_optimizers_schedulers`.
+            ConfigurationError: they do not exist yet (in `on_init` and `get_optimizers_schedulers`).
         """
         return self._prepared("schedulers").loop.schedules.schedulers
 
@@ -117,52 +117,52 @@ class PropertiesMixin(TrainerBase):
     def next_log_step(self) -> int:
         """The first log point after the finished global steps: a multiple of `log_every`, or `max_steps`.
 
-        A callback computes what `on_log` records only in the step before it, which ends at the log point:
+        Compute values for `on_log` only in the step before the log point:
         `trainer.state.global_step + 1 == trainer.next_log_step`.
 
         Raises:
-            ConfigurationError: the plan does not exist yet, in `on_init` and `get_optimizers_schedulers`.
+            ConfigurationError: the plan does not exist yet (in `on_init` and `get_optimizers_schedulers`).
         """
         return self._prepared("next_log_step").due.next_log_step
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the last `train()` ended before its epochs did: what was given to `request_stop`, "SIGTERM",
+        """The reason why the last `train()` ended before its last epoch: the argument of `request_stop`, "SIGTERM",
         "SIGUSR1" or "Ctrl-C"; None if it did not."""
         return None if self._stopper.agreed is None else self._stopper.agreed.reason
 
     @property
     def is_training(self) -> bool:
-        """Whether `train()` is under way; False in a `validate()` of its own."""
+        """Whether `train()` is running; False in a `validate()` outside of training."""
         return self.events.is_training
 
     @property
     def train_sampler(self) -> type:
-        """What `get_train_dataloader` is given as `sampler`."""
+        """The argument `sampler` of `get_train_dataloader`."""
         return RandomSampler
 
     @property
     def val_sampler(self) -> type:
-        """What `get_val_dataloaders` is given as `sampler`."""
+        """The argument `sampler` of `get_val_dataloaders`."""
         return SequentialSampler
 
     @property
     def last_epoch(self) -> int:
-        """The last epoch that is wholly finished, from 0; -1 before."""
+        """The last completely finished epoch, counted from 0; -1 before the first."""
         return self.state.last_epoch
 
     @property
     def global_steps_finished(self) -> int:
-        """Global steps finished since the run began."""
+        """Global steps finished since the start of the run."""
         return self.state.global_step
 
     @property
     def total_steps_finished(self) -> int:
-        """Micro-batches finished on this process since the run began."""
+        """Micro-batches finished on this process since the start of the run."""
         return self.state.batches
 
     def __repr__(self) -> str:
-        """Module, backend, how far the run is, and its folder."""
+        """Return the module, the backend, the progress and the folder of the run."""
         context, state = self._context, self.state
         if self._training:
             status = "training"
@@ -177,5 +177,5 @@ class PropertiesMixin(TrainerBase):
         )
 
     def _repr_html_(self) -> str:
-        """The repr and the table of epochs, for notebooks."""
+        """Return the repr and the table of epochs as HTML, for notebooks."""
         return f"<p>{escape(repr(self))}</p>{self.history._repr_html_()}"

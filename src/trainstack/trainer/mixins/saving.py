@@ -28,17 +28,17 @@ class SavingMixin(TrainerBase):
         path: str | os.PathLike[str] | None = None,
         once: Literal["world", "node"] = "world",
     ) -> None:
-        """Hand the states of trainer, backend and module to the checkpointer, or write them as the folder `path`.
+        """Save a checkpoint of trainer, backend and module, with the checkpointer or as the folder `path`.
+
+        A call inside a step or a hook takes effect at the end of the step, or of the epoch if training has ended: a
+        checkpoint holds a state from which a run can continue exactly.
 
         Args:
-            force: save even if no checkpoint is due.
-            pin: also force a save, and exempt it from retention.
-            path: of a folder that the checkpointer has nothing to do with; `resume=path` goes on from it. Asked for in
-                the middle of something, an ordinary checkpoint is saved beside it.
-            once: `"node"` writes `path` on the first process of each machine, for folders that they do not share.
-
-        Called in the middle of something, from a hook or a step, it is done at the end of the step, or of the epoch
-        when training has ended: a checkpoint holds a state from which a run can go on exactly.
+            force: whether to save even if no checkpoint is due.
+            pin: whether to also force a save and to exempt the checkpoint from retention.
+            path: folder outside of the checkpointer's control; `resume=path` continues from it. A call inside a step or
+                a hook also saves an ordinary checkpoint.
+            once: `"node"` writes `path` on the first process of each machine, for folders that machines do not share.
 
         Raises:
             NonFiniteError: a loss, a gradient or the weights are inf or nan; nothing was written.
@@ -61,21 +61,21 @@ class SavingMixin(TrainerBase):
         path: str | os.PathLike[str],
         mode: Literal["full", "weights_and_optimizer", "weights"] = "full",
     ) -> None:
-        """Take what `path` holds, as a new trainer with `resume=path` does; `validate()` and `train()` go on from it.
+        """Load the state in `path`, as a new trainer with `resume=path` does; `validate()` and `train()` then use it.
 
         Args:
-            path: of a checkpoint, or one of the words that `resume` takes: "last", "best".
-            mode: what is taken, see `resume_mode` of `TrainerArguments`.
+            path: a checkpoint, or one of the words of `resume`: "last", "best".
+            mode: parts of the state to load, see `resume_mode` of `TrainerArguments`.
 
         Raises:
-            ConfigurationError: a training or an evaluation is under way; or a layer, such as `dp`, has prepared this
-                run and cannot do it again.
+            ConfigurationError: training or an evaluation is running; or a layer, such as `dp`, has prepared this run
+                and cannot do it again.
             CheckpointError: the checkpoint cannot be read.
         """
         if self._training or self._making_ready or self._context.busy:
             raise ConfigurationError(
-                f"load_checkpoint({os.fspath(path)!r}) was called in a training or an evaluation, whose state it would "
-                "replace. Call it when train() or validate() has returned."
+                f"load_checkpoint({os.fspath(path)!r}) was called during training or an evaluation, whose state it "
+                "would replace. Call it after train() or validate() has returned."
             )
         rigid = [layer.name for layer in self.trainer_backend.layers() if not layer.prepares_again]
         if self._run is not None and rigid:
@@ -99,7 +99,7 @@ class SavingMixin(TrainerBase):
                 run.data.close()
 
     def save_model_checkpoint(self) -> None:
-        """Export the module's state alone; an export is never taken for a point to resume from."""
+        """Export only the module's state; a run never resumes from an export."""
         with self._context.fail_together():
             export_model(self._context, self._saver, self.plan)
 
@@ -113,36 +113,40 @@ class SavingMixin(TrainerBase):
         overwrite: bool = False,
         max_shard_size: int | str | None = None,
     ) -> None:
-        """Write the module's state as the folder `path`, with a README; see `export_model`.
+        """Write the module's state to the folder `path`, with a README; see `export_model`.
 
         Args:
-            path: of the folder, or an address such as `s3://bucket/model`, where its manifest is written last.
-            part: of the module, such as `"model"`: its weights alone, under its own names, with the configuration that
-                its `from_pretrained` reads. Of a `PeftModel` the adapters alone.
+            path: folder, or an address such as `s3://bucket/model`, where the manifest is written last.
+            part: part of the module, such as `"model"`: only its weights, under its own names, with the configuration
+                that its `from_pretrained` reads. Of a `PeftModel` only the adapters.
             card: fields for the README's front matter, the metadata of a model card, such as `{"license": "mit"}`.
-            check_finite: refuse weights and buffers that became inf or nan.
-            overwrite: replace an export of other weights at `path`, with all files in it.
-            max_shard_size: such as `"5GB"`: write larger weights into several files; see `export_model`.
+            check_finite: whether inf or nan in weights and buffers is an error.
+            overwrite: whether to replace an export of other weights at `path`, with all files in it.
+            max_shard_size: largest size of a file, such as `"5GB"`; larger weights get several files, see
+                `export_model`.
 
         Raises:
             NonFiniteError: the weights are inf or nan, and `check_finite` is True; nothing was written.
-            CheckpointError: an export of other weights is there; nothing was written.
+            CheckpointError: an export of other weights exists there; nothing was written.
             ConfigurationError: the module has no such part.
         """
         if check_finite:
-            self._ready().check_finite("No export was written; write check_finite=False to export it as it is.")
+            self._ready().check_finite("No export was written; write check_finite=False to export it nevertheless.")
         options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size}
         export_model(self._context, self._saver, self.plan, path, part=part, card=card, **options)
 
     def load_export(self, path: str | os.PathLike[str]) -> None:
-        """Load the module's state from the folder `path`, which `export` has written, on all processes.
+        """Load the module's state from the folder `path`, written by `export`, on all processes.
 
-        Each process reads its part of one tensor after the other. One that does not see the folder gets them from the
-        main process. Call `keep_trained_weights` before it where the trained weights must not be lost.
+        Each process reads its shard of one tensor after the other. A process that cannot read the folder gets the
+        tensors from the main process. Call `keep_trained_weights` before, if you still need the trained weights.
+
+        Args:
+            path: folder of the export.
 
         Raises:
             CheckpointError: the folder has no export, or a damaged one.
-            PrivacyError: a run without a guarantee has trained it, and this run is private.
+            PrivacyError: the export is from a run without a guarantee, and this run is private.
         """
         with self._context.fail_together():
             self._prepared("load_export")
@@ -166,19 +170,19 @@ class SavingMixin(TrainerBase):
         token: str | None = None,
         endpoint: str | None = None,
     ) -> str:
-        """Export the module's state and upload that.
+        """Export the module's state and upload it to the Hugging Face Hub.
 
-        `part` and `card` are those of `export`. Other arguments and errors are those of the function `push_to_hub`.
+        `part` and `card` are those of `export`. The other arguments and errors are those of the function `push_to_hub`.
 
         Args:
-            include: what else goes into the commit: `"checkpoint"`, the newest of this run, as the folder `checkpoint`;
-                `"logs"`, the files of writers and the report, as the folder `logs`.
+            include: additional folders of the commit: `"checkpoint"` for the newest checkpoint of this run, `"logs"`
+                for the files of writers and the report.
 
         Returns:
             The URL of the commit.
 
         Raises:
-            ConfigurationError: `include` names something else, or there is no checkpoint, or the run is private.
+            ConfigurationError: `include` has another value, or there is no checkpoint, or the run is private.
         """
         include = tuple(include)
         if set(include) - {"checkpoint", "logs"}:
@@ -187,8 +191,8 @@ class SavingMixin(TrainerBase):
             )
         if include and self.trainer_backend.is_private:
             raise ConfigurationError(
-                f"push_to_hub(include={include!r}): the run is private. Its guarantee covers the export alone, not all "
-                "that checkpoints and logs hold. Leave include out."
+                f"push_to_hub(include={include!r}): the run is private. Its guarantee covers only the export, not the "
+                "content of checkpoints and logs. Remove include."
             )
         options: dict[str, Any] = {"commit_message": commit_message, "private": private, "revision": revision}
         options |= {"token": token, "endpoint": endpoint}

@@ -20,12 +20,12 @@ from trainstack.trainer.schedulers.stepping import SchedulerConfig, Schedules, T
 
 
 def is_scheduler(value: Any) -> bool:
-    """Whether `value` is a made scheduler: an object, no class, that can be stepped."""
+    """Whether `value` is a scheduler object (not a class) with a `step` method."""
     return callable(getattr(value, "step", None)) and not isinstance(value, type | Optimizer)
 
 
 def is_scheduler_factory(value: Any) -> bool:
-    """Whether `value` makes a scheduler of an optimizer: a function, a class or a `functools.partial`."""
+    """Whether `value` is a function, a class or a `functools.partial` that makes a scheduler of an optimizer."""
     return callable(value) and not is_scheduler(value) and not isinstance(value, Optimizer)
 
 
@@ -37,18 +37,19 @@ def make_schedules(
     saves: bool = False,
     log: RunLogger | None = None,
 ) -> Schedules:
-    """Make what is still to be made, and give each scheduler its interval.
+    """Call the factories, and assign an interval to each scheduler.
 
     Args:
-        returned: schedulers and factories, bare or in a `SchedulerConfig`.
-        optimizers: as the backend's layers left them. Where there are several, a factory gets the one at its own
-            position.
-        plan: gives placeholders their values.
+        returned: schedulers and factories, with or without a `SchedulerConfig`.
+        optimizers: optimizers after the backend's layers have wrapped them. With several optimizers, a factory gets the
+            one at its own position.
+        plan: has the values of placeholders.
         saves: whether the run saves checkpoints, which hold the states of schedulers.
-        log: for the warning about a schedule that was laid out in epochs.
+        log: logger for the warning about a schedule whose length is given in epochs.
 
     Raises:
-        ModuleContractError: a factory makes no scheduler of its optimizer, or has none; or a scheduler keeps no state.
+        ModuleContractError: a factory returns no scheduler of its optimizer, or there is no optimizer for it; or a
+            scheduler has no state.
         ConfigurationError: an interval does not suit its scheduler, or a placeholder has no value.
     """
     configs = [value if isinstance(value, SchedulerConfig) else SchedulerConfig(value) for value in returned]
@@ -84,8 +85,8 @@ def _make(factory: Any, position: int, optimizers: Sequence[Optimizer], plan: Tr
         raise
     if not is_scheduler(scheduler) or getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ModuleContractError(
-            f"scheduler {position} is a factory: {name}, called with the optimizer, gave a {type(scheduler).__name__} "
-            "and no scheduler of that optimizer. Give a function such as "
+            f"scheduler {position} is a factory: {name}, called with the optimizer, returned a "
+            f"{type(scheduler).__name__}, not a scheduler of that optimizer. Write a function such as "
             "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)."
         )
     return scheduler
@@ -97,24 +98,24 @@ def _check_interval(config: SchedulerConfig) -> None:
     if isinstance(scheduler, TimmSchedulerAdapter):
         if (config.interval, config.frequency, config.monitor) != (None, 1, None):
             raise ConfigurationError(
-                f"{kind} is one of timm's schedulers, which are told of every update and every epoch and choose "
-                "themselves. Return it without interval, frequency and monitor."
+                f"{kind} is one of timm's schedulers, which are called after every update and every epoch and decide "
+                "when to step. Return it without interval, frequency and monitor."
             )
         if hasattr(scheduler.scheduler, "lr_scheduler"):
             raise ConfigurationError(
-                f"timm's {kind} does not keep its whole state, so a resumed run would follow another schedule. Write "
+                f"timm's {kind} does not save its whole state, so a resumed run would follow another schedule. Write "
                 "SchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), monitor='val/loss')."
             )
     elif isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
         if config.monitor is None:
             raise ConfigurationError(
-                "ReduceLROnPlateau steps on a value at an epoch's end. Say which: "
+                "ReduceLROnPlateau steps on a value at the end of an epoch. Name the value: "
                 "SchedulerConfig(scheduler, monitor='val/loss')."
             )
     elif config.monitor is not None and isinstance(scheduler, lr_scheduler.LRScheduler):
         raise ConfigurationError(
             f"SchedulerConfig(monitor={config.monitor!r}): {kind} takes no value when it steps. "
-            "Leave monitor out, or use ReduceLROnPlateau."
+            "Remove monitor, or use ReduceLROnPlateau."
         )
 
 
@@ -123,16 +124,16 @@ def _check_state(scheduler: Any) -> None:
     lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(scheduler, name, None))]
     if lacks:
         raise ModuleContractError(
-            f"{type(scheduler).__name__} has no {' and no '.join(lacks)}, and a checkpoint keeps the state of each "
+            f"{type(scheduler).__name__} has no {' and no '.join(lacks)}, and a checkpoint holds the state of each "
             "scheduler. Define state_dict(self), which returns a dict, and load_state_dict(self, state), or save "
             "nothing: checkpointer_args=DefaultCheckpointerArguments(checkpoint=False)."
         )
 
 
 def epochs_for_updates_reason(config: SchedulerConfig, plan: TrainingPlan) -> str | None:
-    """The warning for a schedule that was probably laid out in epochs and steps after each update; None if none was.
+    """Return a warning if a scheduler steps after each update but its length is probably given in epochs, else None.
 
-    Its horizon is then at most the epochs of the run, and ends in the first half of the updates.
+    Its length is then at most the number of epochs, and ends in the first half of the updates.
     """
     total = plan.total_steps
     steps = None if config.per_epoch or total is None else horizon(config.scheduler, total)
@@ -151,7 +152,7 @@ def epochs_for_updates_reason(config: SchedulerConfig, plan: TrainingPlan) -> st
 
 
 def _one_cycle_reason(config: SchedulerConfig, plan: TrainingPlan) -> str | None:
-    """The warning for a `OneCycleLR` that the run leaves early in its cycle, or steps past its end; None if neither."""
+    """Return a warning if a `OneCycleLR` ends early in its cycle, or steps past its end; else None."""
     scheduler, planned = config.scheduler, plan.epochs if config.per_epoch else plan.total_steps
     if not isinstance(scheduler, lr_scheduler.OneCycleLR) or not planned:
         return None
@@ -168,11 +169,12 @@ def _one_cycle_reason(config: SchedulerConfig, plan: TrainingPlan) -> str | None
 
 
 def horizon(scheduler: Any, total: int) -> int | None:
-    """The number of its steps for which a scheduler of torch was made; None where it has no such number.
+    """Return the number of steps for which a scheduler of torch was made; None if it has no such number.
 
-    `total` is how many it will make. A rate that rises, such as that of a warm-up, or that hardly falls is no horizon.
+    `total` is the number of steps that it will make. A rate that rises, as in a warm-up, or that hardly falls has no
+    such number.
     """
-    # torch 2.13.0: there is no public way to the parts of these two schedulers.
+    # torch 2.13.0: these two schedulers have no public access to their parts.
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         start = scheduler._milestones[-1]
         last = horizon(scheduler._schedulers[-1], total - start)
@@ -195,7 +197,7 @@ def horizon(scheduler: Any, total: int) -> int | None:
 
 
 _HARDLY = 0.01
-"""Of its first value, a rate that falls to less by the end of the run has fallen too fast."""
+"""A rate that falls below this fraction of its first value within the run has fallen too fast."""
 _LENGTHS: dict[type[Any], str] = {
     lr_scheduler.CosineAnnealingLR: "T_max",
     lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
@@ -205,14 +207,14 @@ _LENGTHS: dict[type[Any], str] = {
 
 
 def _length_of(function: Any) -> int | None:
-    """The length that a function of `LambdaLR` was made with, as this library and transformers make them."""
+    """Return the length with which this library or transformers made a function of `LambdaLR`; None if unknown."""
     keywords = getattr(function, "keywords", {})
     length = getattr(function, "total_steps", keywords.get("num_training_steps"))
     return length if isinstance(length, int) else None
 
 
 def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> list[int | None]:
-    """What each scheduler will have counted to when the run with counters `state` is over; None if unknown."""
+    """Return the count of each scheduler at the end of the run whose counters are `state`; None if unknown."""
     per_epoch = plan.steps_per_epoch
     epochs: int | None = plan.epochs - state.epoch
     steps = None if per_epoch is None else (plan.epochs - state.epoch) * per_epoch - state.steps_in_epoch
@@ -223,16 +225,17 @@ def counts_at_end(schedules: Schedules, plan: TrainingPlan, state: RunState) -> 
 
 
 def short_schedule_reason(scheduler: Any, count: int, planned: int) -> str | None:
-    """What is wrong with a schedule that is stepped until it has counted to `count`; None if nothing is known to be.
+    """Return the problem of a schedule that is stepped until it has counted to `count`; None if there is none.
 
-    Rates that merely stay where they are above zero are fine. The last update is made with the rate at `count - 1`.
+    A rate that stays constant above zero is not a problem. The last update uses the rate at `count - 1`.
 
     Args:
-        scheduler: of torch.
-        count: of its steps, at the end of the longer run.
-        planned: likewise, of the run as it was planned; who has planned to go beyond a cosine means to swing.
+        scheduler: scheduler of torch.
+        count: count of its steps at the end of the longer run.
+        planned: count of its steps at the end of the run as first planned. If it already exceeded the half period of a
+            cosine, the rise is intended.
     """
-    # torch 2.13.0: there is no public way to the parts of these two schedulers.
+    # torch 2.13.0: these two schedulers have no public access to their parts.
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         start = scheduler._milestones[-1]
         if count <= start:
@@ -261,12 +264,12 @@ _SHAPES: dict[str, Any] = {"inverse_sqrt": warmup.inverse_sqrt} | {
 
 
 def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
-    """A factory for the scheduler called `name`, to be returned among the schedulers.
+    """Return a factory for the scheduler `name`; return it from `get_optimizers_schedulers` among the schedulers.
 
     Args:
-        name: "warmup_cosine", "warmup_linear" or "warmup_stable_decay", over all steps of the run unless given
-            `total_steps`; "inverse_sqrt"; or a class of `torch.optim.lr_scheduler` such as "StepLR".
-        **options: for it; may hold placeholders.
+        name: "warmup_cosine", "warmup_linear" or "warmup_stable_decay", over all steps of the run unless `total_steps`
+            is given; "inverse_sqrt"; or a class of `torch.optim.lr_scheduler` such as "StepLR".
+        **options: options of the scheduler; may contain placeholders.
 
     Raises:
         ConfigurationError: there is no such scheduler.
@@ -275,5 +278,5 @@ def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
-        raise ConfigurationError(f"no scheduler is called {name!r}. {hint}")
+        raise ConfigurationError(f"there is no scheduler {name!r}. {hint}")
     return functools.partial(known[name], **options)

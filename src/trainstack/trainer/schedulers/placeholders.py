@@ -1,7 +1,6 @@
 """Placeholders for numbers of the plan, such as `placeholders.TOTAL_STEPS // 10`.
 
-They stand where a number will stand: in the keywords of a `functools.partial`, in lists and dicts, at any depth.
-`resolve` puts the numbers in.
+Use them in the keywords of a `functools.partial`, in lists and dicts, at any depth. `resolve` replaces them by numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Operator = Callable[[Any, Any], "Expression"]
 
 
 def _operators(function: Callable[..., Any], symbol: str) -> tuple[_Operator, _Operator]:
-    """The method of `self symbol other`, and that of `other symbol self`."""
+    """Return the methods for `self symbol other` and `other symbol self`."""
 
     def expression(left: Any, right: Any) -> Expression:
         for operand in (left, right):
@@ -34,7 +33,7 @@ def _operators(function: Callable[..., Any], symbol: str) -> tuple[_Operator, _O
 
 
 class Lazy:
-    """A number that is not known yet. `+ - * / //`, `-x`, `round`, `math.floor` and `math.ceil` give another one."""
+    """A number without a value yet. `+ - * / //`, `-x`, `round`, `math.floor` and `math.ceil` return another one."""
 
     __add__: _Operator
     __radd__: _Operator
@@ -68,7 +67,7 @@ class Lazy:
 
     def _unknown(self, *_: Any) -> NoReturn:
         raise ConfigurationError(
-            f"{self!r} has no value before the run's plan is made. Leave it as it is in a functools.partial or in the "
+            f"{self!r} has no value before the run's plan exists. Pass it unchanged to a functools.partial or in the "
             "options of a scheduler or optimizer; write round(...), math.floor(...) or // for a whole number."
         )
 
@@ -81,8 +80,8 @@ class Placeholder(Lazy):
     """A number of the plan.
 
     Attributes:
-        name: under which it is found in this file.
-        field: of `TrainingPlan`.
+        name: its name in this file.
+        field: its field of `TrainingPlan`.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Placeholder(Lazy):
 
 @dataclass(frozen=True, slots=True)
 class Expression(Lazy):
-    """Arithmetic on placeholders, done when they are known."""
+    """Arithmetic on placeholders, evaluated when their values are known."""
 
     function: Callable[..., Any]
     symbol: str
@@ -102,7 +101,7 @@ class Expression(Lazy):
 
     @property
     def is_compound(self) -> bool:
-        """Whether it is written with a symbol between two operands."""
+        """Whether it has a symbol between two operands."""
         return len(self.operands) == 2 and self.function is not round
 
     def __repr__(self) -> str:
@@ -118,7 +117,7 @@ NUM_EPOCHS = Placeholder("NUM_EPOCHS", "epochs")
 STEPS_PER_EPOCH = Placeholder("STEPS_PER_EPOCH", "steps_per_epoch")
 """Global steps (updates) an epoch, on all processes together."""
 NUM_UPDATE_STEPS_PER_EPOCH = Placeholder("NUM_UPDATE_STEPS_PER_EPOCH", "steps_per_epoch")
-"""The same, under pytorch-accelerated's name."""
+"""The same, with the name in pytorch-accelerated."""
 TOTAL_STEPS = Placeholder("TOTAL_STEPS", "total_steps")
 """Global steps of the run."""
 GLOBAL_BATCH = Placeholder("GLOBAL_BATCH", "global_batch")
@@ -137,12 +136,12 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def resolve(value: Any, plan: TrainingPlan) -> Any:
-    """`value` with the numbers of `plan` in place of all placeholders.
+    """Return `value` with the numbers of `plan` in place of all placeholders.
 
-    Looks into lists, tuples, dicts and `functools.partial` objects, which are rebuilt; anything else is as it was.
+    Lists, tuples, dicts and `functools.partial` objects are rebuilt; other values are not changed.
 
     Raises:
-        ConfigurationError: a number is not known, or the arithmetic cannot be done.
+        ConfigurationError: a number is unknown, or the arithmetic is invalid.
     """
     if isinstance(value, Lazy):
         return _number(value, plan)
@@ -164,8 +163,8 @@ def _number(value: Any, plan: TrainingPlan) -> Any:
         if number is None:
             otherwise = ", or set max_steps in TrainerArguments" if value.field == "total_steps" else ""
             raise ConfigurationError(
-                f"{value!r} has no value: the training loader has no length. Give it one (__len__, its number of "
-                f"batches){otherwise}."
+                f"{value!r} has no value: the training loader has no length. Define its __len__, the number of "
+                f"batches{otherwise}."
             )
         return number
     if not isinstance(value, Expression):

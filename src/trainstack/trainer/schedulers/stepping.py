@@ -16,18 +16,18 @@ from trainstack.trainer.tracking.history import RunHistory
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """A scheduler with an interval; one that is returned without a config steps after every update.
+    """A scheduler with its interval; a scheduler without a config steps after every update.
 
     Args:
         scheduler: the scheduler, or a function of the optimizer that makes it.
-        interval: `"step"` counts global steps that moved the weights, `"epoch"` epochs, whose end comes after
-            validation. None is `"epoch"` where something is monitored, else `"step"`.
-        frequency: step at every so many of them.
-        monitor: the metric in the history whose value `scheduler.step(value)` gets, such as `"val/loss"`. Epochs in
-            which it was not recorded are not counted.
+        interval: `"step"` counts global steps that changed the weights, `"epoch"` counts epochs, after validation. None
+            is `"epoch"` with `monitor`, otherwise `"step"`.
+        frequency: number of intervals between two steps of the scheduler.
+        monitor: name of a metric in the history, such as `"val/loss"`, whose value is the argument of
+            `scheduler.step(value)`. Epochs without a value do not count.
 
     Raises:
-        ConfigurationError: a value is wrong, or two do not go together.
+        ConfigurationError: a value is invalid, or two contradict each other.
     """
 
     scheduler: Any
@@ -45,13 +45,13 @@ class SchedulerConfig:
             raise ConfigurationError(f"monitor={self.monitor!r}: write the name of a metric, such as 'val/loss'.")
         if self.monitor is not None and self.interval == "step":
             raise ConfigurationError(
-                f"interval='step' with monitor={self.monitor!r}: a monitored value is asked for at an epoch's end. "
-                "Leave interval out."
+                f"interval='step' with monitor={self.monitor!r}: a monitored value is read at the end of an epoch. "
+                "Remove interval."
             )
 
     @property
     def per_epoch(self) -> bool:
-        """Whether epochs are counted, not updates."""
+        """Whether epochs are counted instead of updates."""
         return self.interval == "epoch" or self.monitor is not None
 
 
@@ -61,10 +61,10 @@ def is_timm_scheduler(scheduler: Any) -> bool:
 
 
 class TimmSchedulerAdapter:
-    """Counts for a timm scheduler, which keeps no count itself, so that a resumed run continues them.
+    """Counts updates and epochs for a timm scheduler, which has no counters, so that a resumed run continues them.
 
     Args:
-        scheduler: an object with timm's methods; decides itself whether updates or epochs matter.
+        scheduler: object with timm's methods; it decides whether updates or epochs count.
     """
 
     updates: int
@@ -76,25 +76,25 @@ class TimmSchedulerAdapter:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that is scheduled."""
+        """The optimizer of the scheduler."""
         return self.scheduler.optimizer
 
     def step_update(self) -> None:
-        """An update moved the weights."""
+        """Count an update that changed the weights, and step the scheduler."""
         self.updates += 1
         self.scheduler.step_update(num_updates=self.updates)
 
     def end_epoch(self) -> None:
-        """An epoch is over."""
+        """Count a finished epoch, and step the scheduler."""
         self.epochs += 1
         self.scheduler.step(self.epochs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Both counts and the scheduler's own state."""
+        """Return both counters and the scheduler's own state."""
         return {"updates": self.updates, "epochs": self.epochs, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state from `state_dict`."""
         self.updates, self.epochs = state["updates"], state["epochs"]
         self.scheduler.load_state_dict(state["scheduler"])
 
@@ -103,11 +103,11 @@ class Schedules:
     """Steps schedulers when they are due.
 
     Args:
-        configs: made schedulers, some of them in a `SchedulerConfig`.
+        configs: schedulers, with or without a `SchedulerConfig`.
 
     Attributes:
-        schedulers: the schedulers themselves, whose states a checkpoint keeps.
-        around_step: makes the block in which a scheduler steps; the loop sets it.
+        schedulers: the schedulers without configs; checkpoints hold their states.
+        around_step: returns the context manager in which a scheduler steps; the loop sets it.
     """
 
     schedulers: tuple[Any, ...]
@@ -123,14 +123,14 @@ class Schedules:
 
     @property
     def counts_updates(self) -> bool:
-        """Whether some scheduler steps after updates, so that it was laid out for a number of them."""
+        """Whether a scheduler steps after updates, so that its length is a number of updates."""
         return bool(self._on_step)
 
     def step(self) -> None:
-        """Step what counts updates; called after each global step that moved the weights.
+        """Step the schedulers that count updates. Called after each global step that changed the weights.
 
         Raises:
-            ModuleContractError: a scheduler refuses to step, such as `OneCycleLR` past its end.
+            ModuleContractError: a scheduler cannot step, such as `OneCycleLR` past its end.
         """
         if not self._on_step:
             return
@@ -139,15 +139,15 @@ class Schedules:
             self._step(scheduled, call)
 
     def end_epoch(self, history: RunHistory, epoch: int, comm: Communicator, *, may_lack: bool = False) -> None:
-        """Step what counts epochs; `history` has this epoch's values. All processes call it together.
+        """Step the schedulers that count epochs; `history` has this epoch's values. Collective.
 
         Raises:
-            ConfigurationError: a monitored metric was never recorded, though it should be by now (not `may_lack`).
-            ModuleContractError: a scheduler refuses to step.
+            ConfigurationError: a monitored metric was never recorded, and `may_lack` is False.
+            ModuleContractError: a scheduler cannot step.
         """
         for scheduled in self._scheduled:
             call, monitor = scheduled.epoch_call, scheduled.config.monitor
-            if call is None or scheduled.ended_epoch == epoch:  # another one has raised since
+            if call is None or scheduled.ended_epoch == epoch:  # stepped before another scheduler raised an error
                 continue
             if monitor is None:
                 self._step(scheduled, call)
@@ -157,29 +157,29 @@ class Schedules:
         self._epochs += 1
 
     def check_monitors(self, history: RunHistory) -> None:
-        """Refuse metrics that must not decide about a private training.
+        """Check that monitored metrics may be used in a private run.
 
         Raises:
-            PrivacyError: one is computed from records without noise.
+            PrivacyError: a metric is computed from records without noise.
         """
         for scheduled in self._scheduled:
             if scheduled.config.monitor is not None:
                 history.require_usable(scheduled.config.monitor, type(scheduled.scheduler).__name__)
 
     def counts_after(self, updates: int | None, epochs: int | None) -> list[int | None]:
-        """What torch's schedulers will have counted to after so many more; None where that is not known."""
+        """Return the count of each torch scheduler after `updates` or `epochs` more; None if unknown."""
         return [scheduled.count_after(updates, epochs) for scheduled in self._scheduled]
 
     def steps_by_hand(self) -> int:
-        """How often other code has stepped torch's schedulers, in all."""
+        """Return how many times other code has stepped torch's schedulers."""
         return sum(max(0, one.steps_by_hand(self._updates, self._epochs)) for one in self._scheduled)
 
     def get_counts(self) -> list[int]:
-        """How many updates or epochs each scheduler has waited since it stepped."""
+        """Return for each scheduler the number of updates or epochs since it stepped."""
         return [scheduled.waited for scheduled in self._scheduled]
 
     def update_counts(self, counts: Sequence[int]) -> None:
-        """Take back what `get_counts` returned."""
+        """Restore the counts from `get_counts`."""
         self._updates = self._epochs = 0
         for scheduled, count in zip(self._scheduled, counts, strict=True):
             scheduled.waited = count
@@ -189,28 +189,28 @@ class Schedules:
         try:
             with self.around_step():
                 call(*value)
-        except ValueError as error:  # OneCycleLR past its end
+        except ValueError as error:  # from OneCycleLR past its end
             owner = getattr(call, "__self__", call)
             kind = type(getattr(owner, "scheduler", owner)).__name__
             by_hand = scheduled.steps_by_hand(self._updates, self._epochs)
             cure = ": make it for self.plan.total_steps steps."
             if by_hand > 0:
-                cure = f", and other code has called its step() {by_hand} times. Leave out those calls."
+                cure = f", and other code has called its step() {by_hand} times. Remove these calls."
             raise ModuleContractError(
-                f"{kind}.step() failed: {error}. It steps once after each global step that moved the weights, unless a "
-                f"SchedulerConfig says otherwise{cure}"
+                f"{kind}.step() failed: {error}. It steps once after each global step that changed the weights, unless "
+                f"a SchedulerConfig says otherwise{cure}"
             ) from error
 
 
 def torch_count(scheduler: Any) -> int | None:
-    """How many steps `scheduler` has counted; None if it is none of torch's."""
-    while isinstance(scheduler, ChainedScheduler):  # which counts only in its parts
-        scheduler = scheduler._schedulers[0]  # torch 2.13.0: there is no public way to the parts
+    """Return the number of steps that a torch scheduler has counted; None for other schedulers."""
+    while isinstance(scheduler, ChainedScheduler):  # only its parts have counters
+        scheduler = scheduler._schedulers[0]  # torch 2.13.0: no public access to the parts
     return scheduler.last_epoch if isinstance(scheduler, LRScheduler) else None
 
 
 class _Scheduled:
-    """One scheduler and its interval."""
+    """One scheduler with its interval and its counters."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config, self.scheduler, self.waited = config, config.scheduler, 0
@@ -218,11 +218,11 @@ class _Scheduled:
         self.begin_counting()
 
     def begin_counting(self) -> None:
-        """Count the calls of `step` from here on."""
+        """Start to count the calls of `step`."""
         self._counted_from = torch_count(self.scheduler), self.waited
 
     def steps_by_hand(self, updates: int, epochs: int) -> int:
-        """How often others have stepped it while `updates` and `epochs` were counted; 0 where that is not known."""
+        """Return the steps by other code while `updates` and `epochs` were counted; 0 if unknown."""
         (first, waited), count = self._counted_from, torch_count(self.scheduler)
         if first is None or count is None or self.config.monitor is not None:
             return 0
@@ -230,7 +230,7 @@ class _Scheduled:
 
     @property
     def step_call(self) -> Callable[[], Any] | None:
-        """What the loop calls after each update; None if updates are not counted."""
+        """The function that the loop calls after each update; None if updates are not counted."""
         if isinstance(self.scheduler, TimmSchedulerAdapter):
             return self.scheduler.step_update
         if self.config.per_epoch:
@@ -239,13 +239,13 @@ class _Scheduled:
 
     @property
     def epoch_call(self) -> Callable[..., Any] | None:
-        """What is called at an epoch's end, with the monitored value if there is one; None if none is counted."""
+        """The function for the end of an epoch, with the monitored value as argument if any; None if unused."""
         if isinstance(self.scheduler, TimmSchedulerAdapter):
             return self.scheduler.end_epoch
         return self._count if self.config.per_epoch else None
 
     def count_after(self, updates: int | None, epochs: int | None) -> int | None:
-        """The scheduler's own count after so many more, if it is one of torch's."""
+        """Return the count of a torch scheduler after `updates` or `epochs` more; None if unknown."""
         more = epochs if self.config.per_epoch else updates
         count = torch_count(self.scheduler)
         if more is None or count is None:
@@ -260,7 +260,7 @@ class _Scheduled:
 
 
 def _broadcast_value(history: RunHistory, name: str, epoch: int, comm: Communicator, may_lack: bool) -> float | None:
-    """The newest value of `name` if it is of `epoch`, as the main process has it; None if it is older.
+    """Return the newest value of `name` on the main process if it is of `epoch`; None if it is older. Collective.
 
     Raises:
         ConfigurationError: it was never recorded.

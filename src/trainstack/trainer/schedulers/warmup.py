@@ -1,7 +1,8 @@
-"""Warm-up schedules as plain torch schedulers in closed form.
+"""Warm-up schedules in closed form, as `LambdaLR` of torch.
 
-`total_steps` and `warmup` count steps of the scheduler: global steps, unless its interval is another. A whole number
-is so many steps; a float below 1 is a fraction of `total_steps`, rounded. The k-th update uses the value at step k - 1.
+`total_steps` and `warmup` count steps of the scheduler: global steps, unless its `SchedulerConfig` has another
+interval. A whole number is a number of steps; a float below 1 is a fraction of `total_steps`, rounded. The k-th update
+uses the value at step k - 1.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _DESCENTS: dict[str, Callable[[float], float]] = {
 
 @dataclass
 class _WarmupThenDescent:
-    """Up from `start_ratio` over `warmup` steps, level, and down to `final_ratio` over the last `decay` steps.
+    """Rise from `start_ratio` over `warmup` steps, plateau, descent to `final_ratio` over the last `decay` steps.
 
-    `k_decay` is the power of the progress of the descent. A callable object, so that `LambdaLR` keeps its numbers in
-    the state dict.
+    `k_decay` is the exponent of the progress of the descent. It is a callable object and not a function, because
+    `LambdaLR` stores the attributes of callable objects in its state dict.
     """
 
     total_steps: int
@@ -74,21 +75,22 @@ def warmup_cosine(
     final_lr: float | None = None,
     k_decay: float = 1.0,
 ) -> LambdaLR:
-    """Linear warm-up, then half a cosine (SGDR without restarts, Loshchilov and Hutter 2017), then a level end.
+    """Linear warm-up, then half a cosine (SGDR without restarts, Loshchilov and Hutter 2017), then constant.
 
     Args:
         optimizer: its learning rates are the peaks.
-        total_steps: after which `final_ratio` is kept.
+        total_steps: number of steps after which the rate stays at `final_ratio`.
         warmup: steps, or a fraction of `total_steps`.
-        cooldown: steps at the end with `final_ratio`; likewise.
-        start_ratio: of the peak, in the first update.
-        final_ratio: of the peak, at the end.
+        cooldown: steps at the end with the rate `final_ratio`, or a fraction of `total_steps`.
+        start_ratio: rate of the first update as a fraction of the peak.
+        final_ratio: rate at the end as a fraction of the peak.
         start_lr: a learning rate for all parameter groups, in place of `start_ratio`.
-        final_lr: likewise, in place of `final_ratio`.
-        k_decay: the power of the descent's progress (k-decay, Zhang and Li 2020); above 1 the rate stays high longer.
+        final_lr: a learning rate for all parameter groups, in place of `final_ratio`.
+        k_decay: exponent of the descent's progress (k-decay, Zhang and Li 2020); above 1 the rate stays high longer.
 
     Raises:
-        ConfigurationError: a number is out of range, warm-up and cool-down leave no step, or a rate is given twice.
+        ConfigurationError: a number is out of range, no step is left between warm-up and cool-down, or a rate is given
+            twice.
     """
     descent = _Descent("cosine", k_decay=k_decay, cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
     return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
@@ -105,7 +107,7 @@ def warmup_linear(
     start_lr: float | None = None,
     final_lr: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up, then a straight line down, then a level end; arguments as in `warmup_cosine`."""
+    """Linear warm-up, then a linear descent, then constant; arguments as in `warmup_cosine`."""
     descent = _Descent("linear", cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
     return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
 
@@ -124,12 +126,12 @@ def warmup_stable_decay(
 
     Args:
         optimizer: its learning rates are the peaks.
-        total_steps: after which `final_ratio` is reached and kept.
+        total_steps: number of steps after which the rate stays at `final_ratio`.
         warmup: steps, or a fraction of `total_steps`.
-        decay: length of the descent; likewise.
-        start_ratio: of the peak, in the first update.
-        final_ratio: of the peak, at the end.
-        shape: of the descent; "sqrt" is 1 - sqrt(x) (Hägele et al. 2024).
+        decay: steps of the descent, or a fraction of `total_steps`.
+        start_ratio: rate of the first update as a fraction of the peak.
+        final_ratio: rate at the end as a fraction of the peak.
+        shape: shape of the descent; "sqrt" is 1 - sqrt(x) (Hägele et al. 2024).
 
     Raises:
         ConfigurationError: a number is out of range, or warm-up and descent overlap.
@@ -142,8 +144,13 @@ def warmup_stable_decay(
 def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0) -> LambdaLR:
     """Linear warm-up over `warmup` steps, then the peak times sqrt(warmup / step) without end (Vaswani et al. 2017).
 
+    Args:
+        optimizer: its learning rates are the peaks.
+        warmup: steps, 1 or more.
+        start_ratio: rate of the first update as a fraction of the peak.
+
     Raises:
-        ConfigurationError: `warmup` is not a whole number of at least 1, or `start_ratio` is out of range.
+        ConfigurationError: `warmup` is not a whole number above 0, or `start_ratio` is out of range.
     """
     steps = _whole("warmup", warmup)
     return LambdaLR(optimizer, _WarmupThenInverseRoot(steps, _ratio("start_ratio", start_ratio)))
@@ -151,7 +158,7 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0)
 
 @dataclass(frozen=True)
 class _Descent:
-    """How a schedule comes down, as its function was given it."""
+    """The arguments of a schedule's function that describe the descent."""
 
     shape: str
     k_decay: Any = 1.0
@@ -189,7 +196,7 @@ def _descending(
 
 
 def _ratios(name: str, ratio: Any, rate: Any, peaks: list[Any]) -> list[float]:
-    """The multiple of the peak for each parameter group, from one for all or from a learning rate."""
+    """Return the fraction of the peak for each parameter group, from one fraction for all or from a learning rate."""
     if rate is None:
         return [_ratio(f"{name}_ratio", ratio)] * len(peaks)
     if ratio != 0.0:
@@ -213,7 +220,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _part(name: str, value: Any, total: int) -> int:
-    """Steps, from steps or a fraction of `total`."""
+    """Convert a number of steps or a fraction of `total` to steps."""
     if isinstance(value, float) and 0.0 <= value < 1.0:
         return round(value * total)
     if not _is_whole(value) or not 0 <= operator.index(value) <= total:
