@@ -479,7 +479,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "input_mapping applies to training and validation; remove train_input_mapping and",
     ),
     "no mapping": ({"output_mapping": 3}, "output_mapping=3: write a dict of old and new names, or a function"),
-    "an unknown optimizer": ({"optimizer": "adamv"}, "no optimizer is called 'adamv'. Did you mean 'adam"),
+    "an unknown optimizer": ({"optimizer": "adamv"}, "there is no optimizer 'adamv'. Did you mean 'adam"),
     "no optimizer": ({"optimizer": 3}, "optimizer=3: write a name such as 'adamw'"),
     "options for a made optimizer": (
         {"optimizer": torch.optim.SGD(network().parameters(), lr=0.1)},
@@ -787,7 +787,7 @@ def test_items_that_nothing_takes_are_named_once(
 ) -> None:
     module = ts.SupervisedModule(Masks(), weighted, "sgd", items(**more))
     train(module, tmp_path, epochs=2, train_batch_size=4, gpu_batch_size_limit=2)
-    (told,) = [record.message for record in caplog.records if "nothing uses" in record.message]
+    (told,) = [record.message for record in caplog.records if "so they are not used" in record.message]
     assert words in told
 
 
@@ -806,7 +806,7 @@ def test_items_that_something_takes_are_not(
     more: Any, changes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(ts.SupervisedModule(Masks(), weighted, "sgd", items(**more), **changes), tmp_path, train_batch_size=4)
-    assert "nothing uses" not in caplog.text
+    assert "so they are not used" not in caplog.text
 
 
 def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -815,4 +815,4 @@ def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCapt
             return float(batch["tokens"].sum())
 
     train(Weighed(Masks(), weighted, "sgd", items(tokens=torch.ones(1))), tmp_path, train_batch_size=4)
-    assert "nothing uses" not in caplog.text
+    assert "so they are not used" not in caplog.text

@@ -18,7 +18,7 @@ _TYPES = {None: "null", bool: "boolean", int: "integer", float: "number", str: "
 Schema = dict[str, Any]
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=32)  # more than there are dataclasses of arguments
 def explained(documented: Any) -> dict[str, str]:
     """Return the text of the docstring for each argument, from its section `Args:` or `Attributes:`."""
     found: dict[str, str] = {}

@@ -279,7 +279,7 @@ def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
     known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
         if name.startswith("on_") and name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)  # not 0.6: all names share words
             if close:
                 log.warning(
                     f"{type(module).__name__}.{name} is not a hook and is never called by the trainer. "
@@ -291,6 +291,7 @@ def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
 
 def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: Any) -> None:
     for meant, words in _TYPOS.items():
+        # 0.85: a user's other methods may have similar names, so only a letter or two may differ.
         alike = all(word in name for word in words) or difflib.get_close_matches(name, [meant], cutoff=0.85)
         if alike and lacks_method(module, meant, val_step) and inspect.isroutine(getattr(type(module), name)):
             log.warning(

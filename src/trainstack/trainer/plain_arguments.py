@@ -45,7 +45,7 @@ _KINDS = {
 """Kinds of fields whose annotations do not describe the plain values."""
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # more than there are dataclasses of arguments
 def kinds_of(cls: type) -> dict[str, Kind]:
     """Return the kind of each field of the dataclass `cls`."""
     hints = get_type_hints(cls)

@@ -261,7 +261,7 @@ class RunDirectory:
         """Return a readable name that sorts by time, and is unique for runs that start in the same second."""
         # 40 characters keep the path short; 3 random bytes make a collision within a second improbable.
         name = re.sub(r"[^A-Za-z0-9]+", "", type(self._module).__name__)[:40] or "run"
-        date, time = record.began[:19].split("T")
+        date, time = record.began[:19].split("T")  # up to the seconds
         return f"{date}_{time.replace(':', '')}_{name}_{secrets.token_hex(3)}"
 
     def may_note(self, args: TrainerArguments) -> bool:

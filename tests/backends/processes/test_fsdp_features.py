@@ -20,7 +20,7 @@ from trainstack.backends.model_units import find_units
 from trainstack.errors import ConfigurationError
 
 REFUSED = {
-    "yields": ["'fsdp' takes one", "several updates"],
+    "yields": ["'fsdp' supports one", "several updates"],
     "minimises": ["LBFGS evaluates a closure, which 'fsdp' cannot"],
     "fits": ["fit_micro_batch=True: each pass of a sharded module", "gpu_batch_size_limit"],
     "replicates": ["{'replicate': 3}", "Write one of 1, 2"],

@@ -198,5 +198,5 @@ def test_a_run_of_before_the_versions_keeps_its_order() -> None:
 
 def test_an_unknown_version_is_refused() -> None:
     newer = {**RunState().get_state(), "order_version": ORDER_VERSION + 1}
-    with pytest.raises(CheckpointMismatchError, match=r"by version 2 of the order.*knows versions 0 to 1"):
+    with pytest.raises(CheckpointMismatchError, match=r"with version 2 of the order.*has versions 0 to 1"):
         RunState().update_state(newer)

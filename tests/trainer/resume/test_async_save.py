@@ -219,7 +219,7 @@ def test_train_refuses_to_run_inside_itself(tmp_path: Path) -> None:
 
     module = Nested()
     module.trainer = ts.Trainer(module, arguments(tmp_path, checkpointer_args=saving()))
-    with pytest.raises(ts.ConfigurationError, match=r"while it runs \(after global step 4\).*when it has returned"):
+    with pytest.raises(ts.ConfigurationError, match=r"while it runs \(after global step 4\).*after it has returned"):
         module.trainer.train()
     assert steps_saved(tmp_path) == [3]
     del Nested.on_end_train_step

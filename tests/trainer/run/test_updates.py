@@ -276,7 +276,7 @@ def test_micro_batches_that_end_at_different_updates_are_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("module", "backend", "message"),
     [
-        (InTurns, "sp-dp", "'dp' takes one: the noise is accounted for one gradient a step"),
+        (InTurns, "sp-dp", "'dp' supports one: the noise is accounted for one gradient a step"),
         (lambda: Regression(lbfgs), "sp-dp", "LBFGS evaluates a closure, which 'dp' cannot"),
         (lambda: Regression(Sam, yields=True), "sp-amp", "Sam evaluates a closure, which 'amp' cannot"),
         (lambda: Regression(lbfgs), "sp-amp", "LBFGS evaluates a closure, which 'amp' cannot.*bf16"),

@@ -141,7 +141,7 @@ def test_where_the_length_of_an_epoch_is_unknown_the_sentence_says_what_to_set()
     assert resolve(NUM_EPOCHS, plan) == 3
     with pytest.raises(ts.ConfigurationError, match=r"TOTAL_STEPS has no value.*loader has no length.*set max_steps"):
         resolve(TOTAL_STEPS // 2, plan)
-    with pytest.raises(ts.ConfigurationError, match=r"STEPS_PER_EPOCH has no value.*Give it one \([^,]*, [^,]*\)\.$"):
+    with pytest.raises(ts.ConfigurationError, match=r"STEPS_PER_EPOCH has no value.*Define its __len__, [^,]*\.$"):
         resolve(STEPS_PER_EPOCH, plan)
     assert resolve(TOTAL_STEPS, ts.TrainingPlan.make(**sizes, max_steps=7)) == 7
     assert resolve(STEPS_PER_EPOCH, ts.TrainingPlan.make(**sizes, loader_length=8)) == 3

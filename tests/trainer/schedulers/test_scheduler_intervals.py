@@ -295,7 +295,7 @@ def test_what_cannot_be_stepped_is_answered_before_anything_runs(mistake: str, t
         ({"frequency": 0}, "frequency=0: write a whole number"),
         ({"frequency": True}, "frequency=True: write a whole number"),
         ({"monitor": ""}, "monitor='': write the name of a metric"),
-        ({"monitor": "val/loss", "interval": "step"}, "interval='step' with monitor='val/loss'.*Leave interval out"),
+        ({"monitor": "val/loss", "interval": "step"}, "interval='step' with monitor='val/loss'.*Remove interval"),
     ],
 )
 def test_a_rhythm_that_does_not_exist_is_answered(options: dict[str, Any], message: str) -> None:

@@ -160,6 +160,7 @@ class EMA(Callback):
         if self.decay is None:
             self._move(1.0, self.updates)
             return
+        # The warm-up of TensorFlow's ExponentialMovingAverage.
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self._warmup else self.decay
         self._move(1 - decay)
 

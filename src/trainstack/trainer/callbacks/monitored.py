@@ -250,7 +250,7 @@ class EarlyStopping(MonitorCallback):
         min_delta_mode: `"abs"`, or `"rel"` for a `min_delta` that is a fraction of the best value.
         stopping_threshold: stop as soon as the value is as good as this or better.
         divergence_threshold: stop as soon as the value is worse than this.
-        check_finite: whether to stop as soon as the value is inf or nan; with False such a value does not count as an improvement.
+        check_finite: whether to stop as soon as the value is inf or nan; with False it counts as no better value.
 
     Attributes:
         patience: validations without an improvement.

@@ -100,7 +100,7 @@ def refuse_difference(comm: Communicator, items: Mapping[str, str], hidden: froz
     which = describe_ranks(found.texts)
     if found.name in hidden:
         which = f"differs on {format_ranks(found.ranks)} from rank 0 (a private run does not show the values)"
-    more = f" Also different: {'; '.join(found.others[:3])}." if found.others else ""
+    more = f" Also different: {'; '.join(found.others[:3])}." if found.others else ""  # 3: one line
     raise ConfigurationError(
         f"{found.name} {which}.{more} All ranks must train with the same module, data and settings. Look for code, an "
         "environment variable or a seed that depends on the rank."

@@ -100,13 +100,14 @@ def table_of(changes: Sequence[Change], *, sides: tuple[str, str] = ("saved", "g
     shown = [one for one in changes if one not in code]
     rows = [head, *((one.name, _cell(one.saved), _cell(one.given), one.effect.value) for one in shown)]
     rows += [(f"code: {len(code)} more", "", "", Effect.OTHER_RUN.value)] if code else []
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]  # the last column is not padded
     lines = ("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
     return "\n".join(f"  {line}" for line in lines)
 
 
 def _cell(text: str) -> str:
     text = " ".join(text.split())
+    # 4 characters are " ...".
     return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 4]} ..."
 
 

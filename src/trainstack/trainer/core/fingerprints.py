@@ -85,6 +85,7 @@ def _describe_function(function: Any, depth: int) -> str:
     inner = getattr(function, "__func__", function)
     held = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
     parts = [hash_code(inner.__code__), describe([inner.__defaults__, inner.__kwdefaults__, held], depth + 2)]
+    # 8 digits are enough to show a change of one function.
     return f"{inner.__qualname__} ({hash_text(repr(parts))[:8]})"
 
 
@@ -95,7 +96,7 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # all functions of a usual module and its dataset
 def hash_code(code: CodeType) -> str:
     """Return a hash of byte code with its names and constants; equal in all processes of one version of Python.
 
@@ -301,6 +302,7 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Integer type for the bits of an element, by its size in bytes; 8 bytes are two words."""
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ _HOST = torch.device("cpu")
 def seed_everything(seed: int) -> None:
     """Seed the global generators of python, numpy and torch on all devices."""
     random.seed(seed)
-    np.random.seed(mix(seed) & 0xFFFFFFFF)
+    np.random.seed(mix(seed) & 0xFFFFFFFF)  # numpy takes 32 bits
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # torch.manual_seed would keep a call, with its stack, for each kind of device that does not exist

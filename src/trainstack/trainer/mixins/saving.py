@@ -94,7 +94,7 @@ class SavingMixin(TrainerBase):
             self.args, self._run, self._evaluation, self._finished = before
             self.state.update_state(state)
             raise
-        for run in before[1:3]:
+        for run in before[1:3]:  # `_run` and `_evaluation`
             if run is not None:
                 run.data.close()
 

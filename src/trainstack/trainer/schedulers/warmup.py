@@ -117,7 +117,7 @@ def warmup_stable_decay(
     total_steps: int,
     *,
     warmup: float = 0,
-    decay: float = 0.1,
+    decay: float = 0.1,  # as in Hu et al.
     start_ratio: float = 0.0,
     final_ratio: float = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
