@@ -177,7 +177,7 @@ def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path
             self.log("val/right/accuracy", 1.0)
             return super().val_step(global_step, batch, device)
 
-    told = r"never came. Did you mean 'val/right/accuracy'\? Recorded: .* self.log\('accuracy', value\) in val_step"
+    told = r"never recorded. Did you mean 'val/right/accuracy'\? Recorded: .* self.log\('accuracy', value\) in val_step"
     with pytest.raises(ts.ConfigurationError, match=told):
         trained(tmp_path / "logs", Logs(numbers(24), validate=True), cb.EarlyStopping("accuracy"))
     with pytest.raises(ts.ConfigurationError, match="Write monitor='val/right/accuracy'"):

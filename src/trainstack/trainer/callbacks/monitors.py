@@ -53,7 +53,7 @@ class LRMonitor(Callback):
         if step % self._every:
             return
         used, self._used = self._used, None
-        # Without an optimizer step (a skipped step) there are no used values: record the current ones.
+        # A skipped step has used no values: record the current ones.
         for name, value in (self._values(trainer) if used is None else used).items():
             record(trainer, name, value)
 

@@ -116,7 +116,7 @@ class RayReport(Callback):
     def _report_checkpoint(self, trainer: AbstractTrainer) -> None:
         if self._due is None or (not _is_in_tune() and not _is_in_train()):
             return
-        # With `async_save` only the main process knows whether the checkpoint is written.
+        # With `async_save` the checkpoint is written on the main process only, in the background.
         written = None if self._written is None else str(self._written)
         path = trainer.world.comm.broadcast_outcome(None, written, "reporting a checkpoint to Ray")
         if path is not None:

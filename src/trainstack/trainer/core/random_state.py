@@ -21,7 +21,11 @@ _HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of python, numpy and torch on all devices."""
+    """Seed the global generators of python, numpy and torch on all devices.
+
+    Args:
+        seed: a whole number from 0 to 2**63 - 1; numpy gets 32 bits of its hash.
+    """
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)  # numpy takes 32 bits
     if torch.accelerator.is_available():

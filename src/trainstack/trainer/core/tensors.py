@@ -238,7 +238,7 @@ def _cause_of_difference(
     if found.name in held_by_none and parameter.requires_grad:
         return (
             f"{_quoted(held_by_none)} {'are' if len(held_by_none) > 1 else 'is'} in no optimizer of the trainer. "
-            f"Under {work.world.size} processes their gradients are not summed where the module steps them itself. "
+            f"Under {work.world.size} processes their gradients are not summed if the module steps them itself. "
             "Return their optimizer from get_optimizers_schedulers, or sum the gradients with torch.distributed."
         )
     if not parameter.requires_grad:

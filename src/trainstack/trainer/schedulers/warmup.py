@@ -192,7 +192,7 @@ def _descending(
         _WarmupThenDescent(total, up, down, start, final, how.shape, float(how.k_decay))
         for start, final in zip(starts, finals, strict=True)
     ]
-    return LambdaLR(optimizer, shapes)  # type: ignore[arg-type]  # torch 2.13.0 asks for a list of functions
+    return LambdaLR(optimizer, shapes)  # type: ignore[arg-type]  # torch 2.13.0: annotated as a list of functions
 
 
 def _ratios(name: str, ratio: Any, rate: Any, peaks: list[Any]) -> list[float]:
@@ -210,7 +210,7 @@ def _ratios(name: str, ratio: Any, rate: Any, peaks: list[Any]) -> list[float]:
 
 def _whole(name: str, value: Any) -> int:
     if not _is_whole(value) or operator.index(value) < 1:
-        hint = " The plan has none where the length of an epoch is unknown." if value is None else ""
+        hint = " The plan has no such number if the length of an epoch is unknown." if value is None else ""
         raise ConfigurationError(f"{name}={value!r}: write a whole number of steps, 1 or more.{hint}")
     return operator.index(value)
 
