@@ -56,7 +56,7 @@ def _copy_of(optimizer: Optimizer, real: dict[int, Tensor]) -> Optimizer:
         {**group, "params": [_stand_in(one, real) for one in group["params"]], **_portable(group)}
         for group in optimizer.param_groups
     ]
-    vars(trial).pop("step", None)  # torch 2.13.0: a scheduler replaces `step` by a method that counts the steps
+    vars(trial).pop("step", None)  # torch 2.13.0: a scheduler replaces `step` by a wrapper that records calls
     for name in [name for name in vars(trial) if name.endswith("_hooks")]:
         setattr(trial, name, OrderedDict())
     return trial

@@ -115,8 +115,8 @@ class ControlMixin(TrainerBase):
     def freeze(self, parameters: Iterable[nn.Parameter]) -> None:
         """Stop training `parameters` from the next step: no gradient, no weight decay, no momentum.
 
-        It sets `requires_grad` to False. All ranks must make the same call. A resumed run has the same frozen
-        parameters.
+        It sets `requires_grad` to False. All ranks must make the same call. A run that resumes in full has the same
+        frozen parameters.
 
         Args:
             parameters: parameters of the module.
