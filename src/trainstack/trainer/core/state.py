@@ -147,7 +147,9 @@ class UserState(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            raise AttributeError(f"user_state.{name} is a method of user_state; write user_state[{name!r}] = ... instead.")
+            raise AttributeError(
+                f"user_state.{name} is a method of user_state; write user_state[{name!r}] = ... instead."
+            )
         self[name] = value
 
     def __delattr__(self, name: str) -> None:
