@@ -137,7 +137,7 @@ def test_a_signature_is_read_once_however_many_objects_share_the_method(monkeypa
         assert call_with_matching_args(Other(), {"width": 4, "height": 5}) == 4
 
     assert len(read) == 1
-    with pytest.raises(ts.ModuleContractError, match="forward needs 'self'"):
+    with pytest.raises(ts.ModuleContractError, match="forward requires 'self'"):
         call_with_matching_args(Other.forward, {"width": 4})
 
 

@@ -405,7 +405,9 @@ def test_the_batch_of_one_device_may_be_given_instead(tmp_path: Path) -> None:
 
     assert torch.equal(weights(one), weights(other))
     assert trainer.plan.global_batch == trainer.pergpu_global_batch_size == 8
-    with pytest.raises(ts.ConfigurationError, match=r"train_batch_size=8 and per_device_train_batch_size=4.*Leave one"):
+    with pytest.raises(
+        ts.ConfigurationError, match=r"train_batch_size=8 and per_device_train_batch_size=4.*Remove one"
+    ):
         arguments(tmp_path, per_device_train_batch_size=4)
     with pytest.raises(ts.ConfigurationError, match="per_device_train_batch_size=0: write a whole number, 1 or more"):
         arguments(tmp_path, train_batch_size=1, per_device_train_batch_size=0)
@@ -469,7 +471,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a class for the model": ({"model": Net}, "write an object of a torch.nn.Module"),
     "a class for the loss": (
         {"loss": nn.CrossEntropyLoss},
-        r"the class CrossEntropyLoss. Give an object of it: loss=CrossEntropyLoss\(\)",
+        r"the class CrossEntropyLoss. Write an object of it: loss=CrossEntropyLoss\(\)",
     ),
     "a name for the loss": ({"loss": "cross_entropy"}, "loss='cross_entropy': write a function such as torch"),
     "an unknown method": ({"model": Net(), "forward_fn": "fwd"}, "Net has no such method. It has forward, doubled"),
@@ -526,7 +528,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no data set": ({"train_dataset": 7}, "a int is not a dataset: it has no __len__ and no __getitem__"),
     "an unknown loader option": ({"train_dataloader_kwargs": {"worker": 3}}, "does not accept the options.*worker"),
-    "an option that the optimizer lacks": ({"optimizer_kwargs": {"momentun": 1}}, "'sgd' takes no momentun. It"),
+    "an option that the optimizer lacks": ({"optimizer_kwargs": {"momentun": 1}}, "'sgd' has no option momentun. It"),
     "a factory of nothing": (
         {"optimizer": lambda p: None, "optimizer_kwargs": None},
         "the optimizer factory returned a NoneType. Return an optimizer of the parameters",

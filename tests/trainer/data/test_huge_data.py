@@ -87,7 +87,7 @@ def test_a_checkpoint_of_a_newer_order_is_refused(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as newer:
         newer.setattr(RunState, "get_state", lambda state: {**asdict(state), "order_version": ORDER_VERSION + 1})
         huge(str(tmp_path), backend="sp")
-    with pytest.raises(ts.CheckpointMismatchError, match=r"by version 2 of the order.*Resume with the release"):
+    with pytest.raises(ts.CheckpointMismatchError, match=r"with version 2 of the order.*Resume with the release"):
         huge(str(tmp_path), steps=5, backend="sp", resume=True)
 
 
