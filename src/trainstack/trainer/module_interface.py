@@ -225,11 +225,19 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         """
 
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
-        """Describe the validation data: one loader, a dict of loaders by key, or None for no validation."""
+        """Describe the validation data.
+
+        Args:
+            sampler: class of the sampler, as for `get_train_dataloader`.
+            batch_size: samples a batch on each process (`val_batch_size`).
+
+        Returns:
+            One loader, a dict of loaders by key, or None for no validation.
+        """
         return None
 
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
-        """Describe the test data for `Trainer.test`: one loader, a dict of loaders by key, or None."""
+        """Describe the test data for `Trainer.test`; arguments and result as for `get_val_dataloaders`."""
         return None
 
     @abstractmethod
@@ -253,15 +261,24 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         """
 
     def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Evaluate one batch of validation data, without gradients; return the outputs for `on_end_val_epoch`."""
+        """Evaluate one batch of validation data, without gradients.
+
+        Args:
+            global_step: number of finished global steps.
+            batch: batch from the loader, with its tensors on `device`.
+            device: device of the run.
+
+        Returns:
+            The outputs for `on_end_val_epoch`. A loss among them, in a form of `train_step`, is recorded.
+        """
         raise self._lacks("val_step", "get_val_dataloaders")
 
     def test_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Evaluate one batch of test data, without gradients."""
+        """Evaluate one batch of test data, without gradients; arguments and result as for `val_step`."""
         raise self._lacks("test_step", "get_test_dataloaders")
 
     def predict_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Predict for one batch, without gradients; return the outputs for `Trainer.predict`."""
+        """Return predictions for one batch, without gradients; arguments as for `val_step`."""
         raise ModuleContractError(
             f"{type(self).__name__} has no predict_step, which Trainer.predict calls. Define "
             "predict_step(self, global_step, batch, device)."

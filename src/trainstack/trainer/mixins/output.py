@@ -28,7 +28,16 @@ class OutputMixin(TrainerBase):
         file: TextIO | None = None,
         flush: bool = True,
     ) -> None:
-        """Call `print` on the main process only, or with `once="node"` on the first process of each machine."""
+        """Call `print` on one process.
+
+        Args:
+            *values: values to print.
+            once: `"world"` for the main process, `"node"` for the first process of each machine.
+            sep: as for `print`.
+            end: as for `print`.
+            file: as for `print`; None for the current `sys.stdout`.
+            flush: as for `print`.
+        """
         if self.is_main_process if once == "world" else self.world.local_rank == 0:
             print(*values, sep=sep, end=end, file=sys.stdout if file is None else file, flush=flush)
 
