@@ -257,7 +257,9 @@ class TestWhatIsRefused:
             def update(self, thing: Tensor) -> None:  # type: ignore[override]
                 pass
 
-        with pytest.raises(ts.ModuleContractError, match=r"Odd.update needs 'thing'.*\['found', 'target'\]") as raised:
+        with pytest.raises(
+            ts.ModuleContractError, match=r"Odd.update requires 'thing'.*\['found', 'target'\]"
+        ) as raised:
             train(Measured({"odd": Odd()}, lambda loss, predicted, _: {"loss": loss, "found": predicted}), tmp_path)
         assert "raised in update of the metric 'odd'" in " ".join(raised.value.__notes__)
 

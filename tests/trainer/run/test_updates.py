@@ -295,7 +295,7 @@ def test_a_closure_beside_other_optimizers_has_to_be_yielded(tmp_path: Path) -> 
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return judge_loss(self.generator, self.judge, batch[0])
 
-    with pytest.raises(ts.ConfigurationError, match=r"beside 1 other.*yield compute_loss, optimizer"):
+    with pytest.raises(ts.ConfigurationError, match=r"other optimizers is 1.*yield compute_loss, optimizer"):
         train(Both(), tmp_path)
 
 

@@ -39,7 +39,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if sum(value is not None for value in (self.steps, self.epochs, self.time)) != 1:
-            raise ConfigurationError(f"{self}: set one of Every(steps=...), Every(epochs=...) and Every(time=...).")
+            raise ConfigurationError(f"{self}: write one of Every(steps=...), Every(epochs=...) and Every(time=...).")
         if self.time is not None:
             object.__setattr__(self, "time", seconds_of("Every.time", self.time))
         if self.steps is not None and not is_number_of_steps(self.steps):

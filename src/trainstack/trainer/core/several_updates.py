@@ -83,9 +83,9 @@ def check_updates(work: Workload, layers: Sequence[Any], skip_nonfinite: bool = 
     yields = yields_updates(work.module)
     if closures and not yields and len(work.optimizers) > 1:
         raise ConfigurationError(
-            f"{closures[0]} evaluates the loss several times a step, and there are {len(work.optimizers) - 1} other "
-            "optimizers. train_step must assign a loss to each: `yield compute_loss, optimizer` for each, where "
-            "compute_loss is a function without parameters."
+            f"{closures[0]} evaluates the loss several times a step, and the number of other optimizers is "
+            f"{len(work.optimizers) - 1}. train_step must assign a loss to each: `yield compute_loss, optimizer` for "
+            "each, where compute_loss is a function without parameters."
         )
     for layer in layers:
         if yields and layer.refuses_updates:
