@@ -1,4 +1,4 @@
-"""`make clients`: the runner, on scripts that are made here; the clients themselves are no part of the tests."""
+"""`make clients`: the runner, on scripts that are made here; the clients are not a part of the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = {
     "mended": f"{clients.MARK}not there yet\n",
 }
 
-# What torchvision does when it is imported, without its compiled operators.
+# The import of torchvision without its compiled operators.
 TORCHVISION = {
     "__init__": "from . import extension, _meta_registrations",
     "extension": "def _has_ops(): return False\ndef _assert_has_ops(): raise RuntimeError",

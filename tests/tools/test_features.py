@@ -103,7 +103,7 @@ def test_a_missing_id_is_named() -> None:
     )
 
 
-def test_an_id_that_stands_twice_is_named_with_both_lines() -> None:
+def test_a_repeated_id_is_named_with_both_lines() -> None:
     row = "| PMT-01 | a | b | works |"
     assert "PMT-01 stands 2 times, on the lines 7, 9" in problems_of(row, "| PMT-02 | a | b | works |", row)
 
@@ -194,13 +194,13 @@ def test_markers_are_found_wherever_they_stand(tmp_path: Path) -> None:
         ("def test(:", "this is no Python"),
     ],
 )
-def test_what_cannot_be_read_is_a_problem(tmp_path: Path, source: str, sentence: str) -> None:
+def test_an_unreadable_file_is_a_problem(tmp_path: Path, source: str, sentence: str) -> None:
     (problem,) = markers_in(tmp_path, source).problems
     assert problem.startswith("tests/deep/test_it.py:1: ")
     assert sentence in problem
 
 
-# --- what is printed
+# --- output
 
 
 def test_the_summary_counts_by_list() -> None:

@@ -157,7 +157,7 @@ def of_curriculum(kind: str, *, kept: bool, workers: int = 0) -> Any:
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", ["several", "grouped", "concatenated"])
-def test_what_is_laid_out_for_an_epoch_has_its_length(kind: str, kept: bool, tmp_path: Path) -> None:
+def test_arrays_for_an_epoch_have_its_length(kind: str, kept: bool, tmp_path: Path) -> None:
     options: Any = {"directory": str(tmp_path), "train_batch_size": 4, "epochs": 3}
     make = of_curriculum(kind, kept=kept)
     if kind != "several" and not kept:

@@ -161,7 +161,7 @@ def test_streams_are_combined_batch_by_batch(mode: str, counts: list[int], tmp_p
     assert result["plan"]["steps_per_epoch"] == len(parts)
 
 
-def test_what_cannot_be_combined_is_refused(tmp_path: Path) -> None:
+def test_loaders_that_cannot_be_combined_are_refused(tmp_path: Path) -> None:
     directory = str(tmp_path)
     with pytest.raises(ts.ConfigurationError, match=r"different lengths .*combine_loaders='min'"):
         run(loaders(20, 30), directory=directory)

@@ -95,7 +95,7 @@ def test_overfitting_keeps_the_samples_of_a_batch(tmp_path: Path) -> None:
     assert len(seen[0]) == 8
 
 
-def test_what_cannot_be_grouped_is_refused(tmp_path: Path) -> None:
+def test_data_that_cannot_be_grouped_are_refused(tmp_path: Path) -> None:
     def loader(_: Any, size: int) -> Any:
         return DataLoader(Sequences(), size, sampler=ts.LengthGroupedSampler([1, 2]), collate_fn=pad)
 

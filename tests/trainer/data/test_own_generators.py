@@ -261,7 +261,7 @@ class Drawn(IterableDataset[Any]):
 
 
 class Streams(Classifier):
-    """A loader with an order of its own, from a generator that lives as long as the module."""
+    """A loader with its own order, from a generator that exists as long as the module."""
 
     def __init__(self, kind: str, stop_at: int | None) -> None:
         super().__init__(Drawn() if kind == "iterable" else numbers(24))

@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Starts TRAINING in a group of its own; all of the group is killed at the end."""
+    """Starts TRAINING in a new process group, which is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def run(method: str = "fork") -> subprocess.Popen[str]:

@@ -20,7 +20,7 @@ def broken(**methods: Any) -> Classifier:
 
 
 class Validated(Classifier):
-    """Without a `val_step`; counts what it is asked and how often it is trained."""
+    """Without a `val_step`; counts the calls of its methods and its training steps."""
 
     val_step = ts.ModuleInterface.val_step
 
@@ -48,7 +48,7 @@ class TestValidationDataWithoutAStep:
             train(module, tmp_path)
         assert module.trained == 0
 
-    def test_none_is_no_data(self, tmp_path: Path) -> None:
+    def test_none_means_no_data(self, tmp_path: Path) -> None:
         assert train(Validated(data=False), tmp_path).global_steps_finished == 2
 
     def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:

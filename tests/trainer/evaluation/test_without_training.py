@@ -73,7 +73,7 @@ class Sentences:
 
 
 def predicted(directory: str, backend: str = "ddp") -> dict[str, Any]:
-    """What a module predicts of different lengths, in each of the three forms; as plain lists."""
+    """Predictions of different lengths, in each of the three forms; as plain lists."""
     # a training batch that two processes cannot share does not matter here
     trainer = ts.Trainer(Rows(), arguments(directory, backend=backend, val_batch_size=2, train_batch_size=7))
     listed = trainer.predict(Sentences())
@@ -257,7 +257,7 @@ def test_lists_with_an_item_for_each_sample_are_told_the_way(tmp_path: Path) -> 
         trainer.predict(TensorDataset(torch.ones(5)), batch_size=2, collate_fn=lambda rows: [row[0] for row in rows])
 
 
-def test_averaged_weights_of_a_checkpoint_that_nobody_evaluates_are_named(
+def test_averaged_weights_of_a_checkpoint_that_are_not_evaluated_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(resume: Any, *callbacks: Any) -> ts.Trainer:

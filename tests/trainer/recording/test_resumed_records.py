@@ -48,7 +48,7 @@ def run(folder: Path, fails_at: int = 0, *, factor: float = 1.0, **changes: Any)
 
 
 def test_a_resumed_run_has_the_record_of_an_unbroken_one(tmp_path: Path) -> None:
-    """It fails after step 6 was recorded, in an epoch of 5 steps, and goes on from step 5; and once more from 8."""
+    """It fails after step 6 was recorded, in an epoch of 5 steps, and continues from step 5; and once more from 8."""
     run(tmp_path / "whole")
     run(tmp_path / "broken", 8)
     run(tmp_path / "broken", 10, resume=True)
@@ -125,7 +125,7 @@ def test_a_write_that_a_kill_has_torn_is_cut_at_the_next_start(
     assert path.with_suffix(".cut-1").exists()
 
 
-def test_a_run_that_continues_another_in_a_new_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
+def test_a_run_that_continues_another_in_a_new_folder_has_its_own_log(tmp_path: Path) -> None:
     run(tmp_path / "first", 8)
     run(tmp_path / "second", resume=str(tmp_path / "first" / "checkpoints"))
     log = read_step_log(tmp_path / "second")

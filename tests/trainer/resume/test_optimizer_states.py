@@ -1,4 +1,4 @@
-"""States of optimizers and schedulers belong to parameters by their names, whatever the order."""
+"""States of optimizers and schedulers belong to parameters by their names, in any order."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_parameters_that_joined_during_training_join_again() -> None:
     assert restored.get_state()["optimizers"][0]["joined"] == ["b", "c"]
 
 
-def test_a_parameter_that_is_left_out_since_is_no_parameter_that_joins() -> None:
+def test_a_parameter_that_was_left_out_does_not_count_as_a_new_one() -> None:
     module = Vectors(("a", "b"))
     saved = saved_of([["a", "b"]])
     with pytest.raises(ts.CheckpointMismatchError, match=r"optimizer 0 \(AdamW\) lacks: b"):
@@ -302,7 +302,7 @@ class Own(torch.optim.SGD):
 
 
 class WithExtra(torch.optim.SGD):
-    """The form of torch, and a list beside it."""
+    """The form of torch, and a list in addition."""
 
     def state_dict(self) -> Any:
         return {**super().state_dict(), "slow": [torch.zeros(4), torch.ones(4)], "count": 3}

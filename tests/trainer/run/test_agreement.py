@@ -1,4 +1,4 @@
-"""Ranks compare what must be equal: before the first step, at saves and at the end."""
+"""Ranks compare values that must be equal: before the first step, at saves and at the end."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class TestLearningRateFinder:
         trainer.train()
         assert seen[3] == ((0.0, 0.0) if warms_up else (2.0, 0.5))
 
-    def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
+    def test_a_training_without_a_trial_is_refused(self, tmp_path: Path) -> None:
         class Inside(Classifier):
             def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
                 ts.find_lr(self.trainer)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Trials put back all that a checkpoint keeps, and name what no state has."""
+"""Trials restore all values that a checkpoint keeps, and name values outside of any state."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Meddles(Keeping):
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_whatever_a_step_changes_is_put_back(trial: str, tmp_path: Path) -> None:
+def test_each_change_of_a_step_is_undone(trial: str, tmp_path: Path) -> None:
     module = Meddles(numbers(16), optimizer=torch.optim.AdamW, scheduler=True, validate=True)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     args = arguments(tmp_path, checkpointer_args=saving, backend="sp-amp", **TRIALS[trial])
