@@ -1,7 +1,7 @@
 """Comparing CPU times so that noise alone cannot fail a test.
 
-Noise adds to a CPU time and never takes from it: other processes empty the caches, and a virtual machine counts the time that
-its host takes away. So the least of several rounds is nearest to the cost, and more rounds come nearer.
+Noise adds to a CPU time and never subtracts from it: other processes empty the caches, and a virtual machine counts the
+time that its host takes away. So the least of several rounds is nearest to the cost, and more rounds come nearer.
 """
 
 from __future__ import annotations

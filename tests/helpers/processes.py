@@ -30,8 +30,8 @@ def hears_ctrl_c() -> None:
 def free_port() -> int:
     """A free port of the loopback interface.
 
-    It is below the ports that systems give to connections, and each worker of pytest has its own range: one that is free
-    now could else be another world's by the time that it is used, and the two would mix.
+    It is below the ports that systems give to connections, and each worker of pytest has its own range. Else a
+    port that is free now could be another world's by the time of its use, and the two would mix.
     """
     low = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12)
     while True:

@@ -103,7 +103,7 @@ def test_nms_is_added_where_torchvision_does_not_load(
     probe = clients.added_operators.__wrapped__
     monkeypatch.setattr(clients, "added_operators", functools.cache(probe))
     assert run(monkeypatch, "--only", "detects") == 0, capsys.readouterr().out
-    assert "\ntorchvision 0.1 beside torch 2." in capsys.readouterr().out
+    assert "\ntorchvision 0.1 with torch 2." in capsys.readouterr().out
 
     (packages / "torchvision" / "_meta_registrations.py").write_text("", encoding="utf-8")
     assert probe(sys.executable) == ""
