@@ -94,7 +94,7 @@ MODULE_MISTAKES = {
     ),
     "an empty list for a loader": (
         loader(lambda s, b: []),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "validation data without val_step": (
         {
@@ -121,7 +121,7 @@ MODULE_MISTAKES = {
     ),
     "a loader that is used up": (
         loader(lambda s, b: iter(())),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "train_step with other arguments": (
         {"train_step": lambda self, batch, batch_idx: None},

@@ -283,14 +283,22 @@ class TestMoreAndFewerEpochs:
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
         said = capsys.readouterr().out
-        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
-        assert "or resume=False or another output_dir to begin anew." in said
+        assert (
+            "2 epochs are trained already, and epochs=1: nothing is left to do. To continue, write epochs=3 or" in said
+        )
+        assert "To start again, write resume=False or another output_dir." in said
 
     @pytest.mark.parametrize(
         ("first", "said"),
         [
-            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
-            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            (
+                {"epochs": 1},
+                "1 epoch is trained already, and epochs=1: nothing is left to do. To continue, write epochs=2",
+            ),
+            (
+                {"max_steps": 4},
+                "4 global steps are trained already, and max_steps=4: nothing is left to do. To continue,",
+            ),
             ({"epochs": 0}, "epochs=0: there is nothing to train"),
         ],
         ids=str,

@@ -239,7 +239,7 @@ class Combiner:
     """Makes one loader of what `get_train_dataloader` returns.
 
     Args:
-        args: of the run.
+        args: the arguments of the run.
         seed: of the orders.
         version: of the orders.
         private: whether records are drawn at random.

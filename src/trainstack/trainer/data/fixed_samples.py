@@ -41,8 +41,8 @@ def sample_hashes(loader: Any, seed: int) -> Samples:
     indices gives no hashes; nor does a sample that cannot be fetched.
 
     Args:
-        loader: of the training data.
-        seed: of the run.
+        loader: the training loader.
+        seed: the seed of the run.
     """
     dataset = _copy_of(loader)
     return {} if dataset is None else _fetch(dataset, len(loader.dataset), seed)

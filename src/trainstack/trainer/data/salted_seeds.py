@@ -34,7 +34,7 @@ class SaltedSeeds:
     imported, that a function or a class holds, and generators that a dataset keeps and seeds anew.
 
     Args:
-        streams: of the run.
+        streams: the random streams of the run.
         place: of the sample.
 
     Raises:

@@ -123,16 +123,16 @@ class Evaluator:
     """Runs the steps of validation, test and prediction, between training steps or by themselves.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         metrics: fed in validation and test.
         data: has the plan, and the samples of `overfit_batches`.
-        hooks: of the module.
+        hooks: the hooks of the module.
         stopper: asked in validations that are a part of training.
         validations: keeps the state from before a validation that is a part of training.
         work: gives the workload as it is now.
 
     Attributes:
-        metrics: of the run.
+        metrics: the metrics of the run.
         has_validated: whether a validation that belongs to training has been finished.
     """
 

@@ -42,7 +42,7 @@ def missing_loss_message(outputs: Any, stage: Stage, *, is_consumed: bool) -> st
 
     Args:
         outputs: of the first batch, in which no loss was found.
-        stage: of the step.
+        stage: the stage of the step.
         is_consumed: whether somebody takes the outputs, such as a metric or a hook.
     """
     if outputs is None or stage is Stage.PREDICT:

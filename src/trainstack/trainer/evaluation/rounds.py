@@ -27,7 +27,7 @@ class Rounds:
         stack: whose `forward` is called.
         work: what `stack.prepare` returned.
         stage: of the evaluation.
-        state: of the run.
+        state: the counters of the run.
         should_stop: asked before each round; the evaluation ends on all ranks once it says so on one of them.
 
     Attributes:

@@ -63,9 +63,9 @@ class Recorder:
         file: the log.
         start: the segment, which is written now.
         world: of this process.
-        state: of the run.
+        state: the counters of the run.
         module: whose parameters are recorded with `mode="full"`.
-        optimizers: of the run.
+        optimizers: the optimizers of the run.
         details_every: global steps between two that get details; None for no details.
         private: whether the run is private: then only steps, skipped steps and learning rates are recorded.
         hides_loss: whether losses are not recorded.

@@ -31,9 +31,9 @@ def begin_recording(
     """Open the step log of this process, and write the start of a segment; all processes call it together.
 
     Args:
-        context: of the run.
-        data: of the run.
-        optimizers: of the run.
+        context: the context of the run.
+        data: the training data of the run.
+        optimizers: the optimizers of the run.
         log_interval: global steps between two log points.
         resumed: of the checkpoint that was resumed: the id of its run, and the heads of the step logs in it.
 

@@ -78,7 +78,7 @@ def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) 
     seeds all of them when training begins.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         ranks: the random states of the ranks that wrote the checkpoint.
     """
     world, state = context.world, context.state

@@ -37,7 +37,7 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
 
     Args:
         checkpoint: as it was loaded, the same on all ranks.
-        context: of the run.
+        context: the context of the run.
         wanted: names of the states that the run takes from it.
 
     Raises:
@@ -221,7 +221,7 @@ def _redistribute(
     Args:
         everyone: by name, the states of all ranks that wrote the checkpoint.
         names: of the leaves that differ.
-        context: of the run.
+        context: the context of the run.
     """
     made, left = dict[str, Any](), list(names)
     rank, size = context.world.rank, context.world.size

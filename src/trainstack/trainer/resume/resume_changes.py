@@ -75,7 +75,7 @@ def report_changes(changes: Sequence[Change], context: RunContext, *, complete: 
 
     Args:
         changes: since the checkpoint.
-        context: of the run.
+        context: the context of the run.
         complete: whether all was compared, so that a line says that nothing has changed.
 
     Raises:
@@ -136,7 +136,7 @@ def changes_of_data(
     Args:
         metadata: of the checkpoint.
         data: has been asked for the data of the epoch.
-        context: of the run.
+        context: the context of the run.
         within: whether the checkpoint lies within the epoch.
     """
     found = list[Change]()

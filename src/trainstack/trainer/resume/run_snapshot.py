@@ -53,7 +53,7 @@ class RunSnapshot:
     random states. There is no communication with other ranks.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         work: has the optimizers; their states are put back into the same tensors.
         schedules: of the run; None if they do not step.
         shared: tensors that are not copied, because they do not change or the caller restores them.

@@ -16,7 +16,7 @@ class SavingRanks:
     """How the ranks of a run talk while they save; see `sharded.commit.Ranks`.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         on_main: lets the main process do something while the others wait in the store.
     """
 
