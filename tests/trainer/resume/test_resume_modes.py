@@ -133,9 +133,9 @@ class TestStateThatMustSurvive:
         for backend in ("sp", "sp-ledger"):
             with pytest.raises(ts.CheckpointMismatchError, match=r"'weights' would lose the state of \['ledger'\]"):
                 train(Classifier(), tmp_path / "new", backend=backend, resume=path, resume_mode="weights")
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path)
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path.with_name("last"))
         with pytest.raises(ts.CheckpointMismatchError, match=r"state for \['ledger'\]"):
             train(Classifier(), tmp_path / "new", resume=path, resume_mode="weights_and_optimizer")
@@ -196,7 +196,7 @@ class TestWarmStart:
 
         assert again.warm_start_report is None
         assert torch.equal(weights(again.module), weights(fresh.module))
-        assert f"init_weights_from='{path}' is not used: the run goes on from a checkpoint." in caplog.text
+        assert f"init_weights_from='{path}' is not used: the run resumes from a checkpoint." in caplog.text
 
     def test_a_pickle_is_answered_with_the_call_that_reads_it(self, tmp_path: Path) -> None:
         source = Classifier(seed=8)
