@@ -82,7 +82,7 @@ MODULE_MISTAKES = {
     ),
     "batch_size not passed on": (
         loader(lambda s, b: DataLoader(s.dataset, batch_size=5)),
-        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size on",
+        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size to the",
     ),
     "an empty data set": (
         loader(lambda s, b: DataLoader(TensorDataset(torch.zeros(0, 6)), batch_size=b)),
