@@ -109,7 +109,7 @@ MODULE_MISTAKES = {
     ),
     "a list of validation loaders": (
         val_loader(lambda s, b: [DataLoader(s.dataset, batch_size=b)]),
-        "get_val_dataloaders gave a list. Several DataLoaders go into a dict by name",
+        "get_val_dataloaders gave a list. Give several DataLoaders as a dict by name",
     ),
     "the sampler class not called": (
         {
