@@ -144,7 +144,7 @@ class _Copier(pickle.Pickler):
     """Writes all objects except shared ones. The bytes are only read by this process."""
 
     def __init__(self, sink: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=buffers.append)
+        super().__init__(sink, protocol=5, buffer_callback=buffers.append)  # 5 is the first with `buffer_callback`
         self.sink, self.parts = sink, list[Any]()
         self._numbers = dict[int, int]()
         self._kept = list[Any]()  # holds the objects, so that no `id` is reused

@@ -59,7 +59,7 @@ class LengthGroupedSampler(Sampler[int]):
 
     def describe(self) -> str:
         """A description of the order, with a digest of the lengths."""
-        digest = hash_text(self.lengths.numpy().tobytes())[:8]
+        digest = hash_text(self.lengths.numpy().tobytes())[:8]  # 32 bits suffice to detect a change
         window = "" if self.window is None else f", sorted in windows of {self.window}"
         return f"grouped by length (lengths {digest}{window})"
 

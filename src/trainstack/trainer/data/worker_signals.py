@@ -87,7 +87,7 @@ def end_workers(iterator: Any, shut_down: Callable[[], None]) -> None:
     try:
         shut_down()
     finally:
-        for worker in getattr(iterator, "_workers", ()):
+        for worker in getattr(iterator, "_workers", ()):  # private, checked on torch 2.13.0
             if worker.is_alive():
                 worker.kill()
 
@@ -97,7 +97,7 @@ def explain_death(error: BaseException, iterator: Any) -> None:
 
     The error of torch may be only a consequence, such as a ConnectionResetError without a text.
     """
-    for worker in getattr(iterator, "_workers", ()):
+    for worker in getattr(iterator, "_workers", ()):  # private, checked on torch 2.13.0
         if isinstance(error, EOFError | OSError):  # the pipe closes before the process ends
             worker.join(EXIT_WAIT_S)
         code = worker.exitcode

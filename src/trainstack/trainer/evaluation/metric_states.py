@@ -79,7 +79,7 @@ class MergedMetrics:
         """
         facts = [fact for name in self._metrics for fact in self._facts(name)]
         (agreed,) = comm.merge_tensors([torch.tensor(facts, dtype=torch.int64)], ["max"], "the states of metrics")
-        rows = agreed.view(-1, 3).tolist()
+        rows = agreed.view(-1, 3).tolist()  # the three facts of each metric
         merged = [
             name for name, (bad, one, other) in zip(self._metrics, rows, strict=True) if not bad and one == -other
         ]

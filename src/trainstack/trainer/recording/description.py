@@ -15,7 +15,7 @@ from trainstack.trainer.core.fingerprints import checksums, hash_text
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.data.training_data import TrainingData
 
-_MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1  # shows a signed checksum as unsigned
 
 
 def describe_start(context: RunContext, data: TrainingData, optimizers: Sequence[Optimizer]) -> Description:

@@ -22,7 +22,7 @@ from trainstack.trainer.core.fingerprints import (
 )
 from trainstack.trainer.core.random_state import capture_rng
 
-_MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1  # makes a signed checksum unsigned, as the log stores it
 
 
 def combine(numbers: Sequence[int]) -> int:

@@ -199,7 +199,7 @@ def _check_optimizer(
 
 
 def _names_message(title: str, missing: Sequence[str], new: Sequence[str]) -> str:
-    parts = []
+    parts = []  # up to 8 names, so that the message remains readable
     if missing:
         parts.append(f"the checkpoint has {_count(missing)} that {title} lacks: {shortened(missing, 8)}")
     if new:

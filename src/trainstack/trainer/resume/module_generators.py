@@ -116,7 +116,7 @@ def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) 
 
 
 def _number(path: str) -> int:
-    return int(hash_text(path), 16) >> 1
+    return int(hash_text(path), 16) >> 1  # a change of this number would change the seeds of resumed runs
 
 
 def warn_of_unreachable(context: RunContext) -> None:

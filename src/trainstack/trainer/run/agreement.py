@@ -155,7 +155,7 @@ def share_initial_values(context: RunContext) -> int:
         return 0
     tensors = _named_tensors(module)
     broadcast_coalesced(world, [tensors[name] for name in names])
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")  # three names show which part differs
     context.log.warning(
         f"{len(names)} of {len(tensors)} parameters and buffers began with other values on other ranks: {shown}. All "
         "ranks start from the values of rank 0. To build the same module on each rank, call seed_everything(seed) with "

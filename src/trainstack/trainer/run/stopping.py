@@ -110,7 +110,7 @@ class Stopper:
 
         A scheduler may treat the first exit code other than 0 as a failure, and kill the ranks that still run.
         """
-        world, began, pause = self._world, time.monotonic(), 0.001
+        world, began, pause = self._world, time.monotonic(), 0.001  # other ranks often come within milliseconds
         if world.size == 1 or self.agreed is None or self.agreed.signal is None:
             return
         with suppress(RuntimeError):  # the rank with the store has ended
