@@ -52,7 +52,7 @@ class KeptNumbers:
             if not isinstance(value, _SCALARS) and id(value) not in seen:
                 seen.add(id(value))
                 ahead += self._look(value)
-        # views of dicts are live, so that one pass shows whether anything has changed
+        # views of dicts follow their changes, so that one pass over `_live` finds any change
         self._live = [*(live.values() for live, *_ in self._mappings), *(value for value, _ in self._lists)]
         self._items = [item for part in self._live for item in part]
         self._lengths = [len(part) for part in self._live]

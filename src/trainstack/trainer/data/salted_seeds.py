@@ -48,7 +48,7 @@ class SaltedSeeds:
         self._outer: list[Any] = []
 
     def bits(self, kind: str, seed: Any) -> np.random.SFC64:
-        """The stream of a seed in the block."""
+        """The random stream for a seed in the block."""
         return self._streams.at("seed", *self._place, kind, repr(seed))
 
     def seed_torch(self, seed: int) -> None:

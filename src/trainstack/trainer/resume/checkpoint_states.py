@@ -55,7 +55,7 @@ def make_checkpoint(
     no states of other ranks.
     """
     rng: dict[str, Any] = {"begin": begin}
-    if not context.stack.is_private:  # a private run stores no random states: they show its draws
+    if not context.stack.is_private:  # a private run stores no random states, because they reveal its draws
         rng |= {"now": capture_rng(context.world.device), "epoch": epoch_rng}
         rng[GENERATORS] = get_generator_states(context)
     mine = (rng, loader_state, start["environment"] if start else {}, None if after is not None else context.log_head())
@@ -63,7 +63,7 @@ def make_checkpoint(
     loaders, aside = [loader for _, loader, *_ in ranks], _facts_of_ranks(ranks, start)
     aside |= ({"pinned": True} if pinned else {}) | context.events.optimizer_modes.metadata
     if after is not None:
-        # The message of an exception may hold values of records.
+        # The message of an exception may contain values of records.
         aside[EXCEPTION] = type(after).__name__ + ("" if context.stack.is_private else f": {after}")
     states, rank_states, differing = _states_of(context, by_rank=after is None, everywhere=everywhere)
     module_state, left_out = context.frozen.split(states[MODULE])

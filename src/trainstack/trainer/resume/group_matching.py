@@ -24,7 +24,7 @@ class Groups:
     """The parameter groups of one optimizer, with the names that the module has for the parameters.
 
     Args:
-        module: names the parameters.
+        module: the module, which has the names of the parameters.
         parameters: the parameters of the module, by group.
         labels: the value of the key "name" of each group; None without one.
 

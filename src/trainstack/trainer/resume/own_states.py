@@ -131,7 +131,7 @@ def update_module(module: nn.Module, state: Any) -> None:
 
 
 def has_memory_for(target: Tensor, value: Tensor) -> bool:
-    """Whether `target` has memory for `value`, which `load_state_dict` would copy into it."""
+    """Whether the values of `value` can be copied into `target`, as `load_state_dict` would."""
     if is_sharded(target):
         return target.shape == value.shape
     is_plain = type(target) in (Tensor, nn.Parameter) and inner_tensors(target.data) is None

@@ -1,4 +1,4 @@
-"""The items that must be equal on all ranks when they train, and the moments of their comparison."""
+"""Compare the items that must be equal on all ranks when they train."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAY_DIFFER: Mapping[str, str] = {
     "disable_tqdm": "rank 0 shows it",
     "log_level": "each rank logs for itself",
     "fast_paths": "they give the same bits",
-    "stop_grace_s": "it only decides about a warning",
+    "stop_grace_s": "only a warning depends on it",
     "save_on_exception": "rank 0 writes, and asks no other rank",
     "distributed_training_args.local_rank": "each rank has its own",
     "distributed_training_args.global_rank": "each rank has its own",
@@ -157,9 +157,9 @@ def share_initial_values(context: RunContext) -> int:
     broadcast_coalesced(world, [tensors[name] for name in names])
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")  # three names show which part differs
     context.log.warning(
-        f"{len(names)} of {len(tensors)} parameters and buffers began with other values on other ranks: {shown}. All "
-        "ranks start from the values of rank 0. To build the same module on each rank, call seed_everything(seed) with "
-        "the same seed before."
+        f"{len(names)} of {len(tensors)} parameters and buffers had different initial values on the ranks: {shown}. "
+        "All ranks start from the values of rank 0. To build the same module on each rank, call seed_everything(seed) "
+        "with the same seed before."
     )
     return len(names)
 

@@ -103,7 +103,7 @@ class DueWork:
         periodic |= self._save_every is not None and state.global_step % self._save_every == 0
         if not (state.begin_due(DuePart.SAVE) and (periodic or self._is_best())) and not self._saver.pending_save:
             return
-        self._reporter.write()  # a history counts as written once it is saved
+        self._reporter.write()  # before the save: the saved history counts as written
         try:
             self._save_now(True)
         except BaseException:

@@ -90,7 +90,7 @@ class RecordedPass:
     """A forward and a backward pass.
 
     Attributes:
-        batch: a copy from before the forward pass.
+        batch: a copy of the batch, made before the forward pass.
         is_borrowed: see `Borrowed`.
         last: whether it ends the step.
         scale: the factor of the accumulated gradients before the pass.

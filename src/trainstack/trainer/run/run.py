@@ -171,7 +171,7 @@ class Run:
             check_storable_buffers(module)
 
     def _hash_samples(self, saves: bool) -> None:
-        if (saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
+        if (saves or self.world.size > 1) and not self.stack.is_private:  # a private run stores nothing about samples
             self.data.sample_hashes = self.data.hash_samples()
             self.data.hashes_epochs = saves and self.world.is_main and bool(self.data.sample_hashes)
         note_data(self.context, self.data)
@@ -364,7 +364,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are trained, or all steps where their number was given."""
+        """Whether all epochs are trained, or all steps if their number was given."""
         state, plan = self.state, self.data.plan
         if plan.max_steps is None:
             return state.epoch >= plan.epochs

@@ -34,8 +34,8 @@ _EFFECTS = {
 }
 """Calls that the trainer makes, and the effect of an additional one."""
 _SECOND_BACKWARD = (
-    "the trainer calls backward() on the returned loss, so train_step must not. If it does not, it uses a tensor that "
-    "an earlier step computed, such as a hidden state: detach that tensor"
+    "the trainer calls backward() on the returned loss, so train_step must not call it. If it does not, the loss "
+    "depends on a tensor that an earlier step computed, such as a hidden state: detach that tensor"
 )
 
 

@@ -168,7 +168,7 @@ class Stopper:
             self._target = self._find_target(step)
         if self._target is not None and step > self._target:
             raise PeerError(
-                f"all processes were to stop after global step {self._target}, and rank {self._world.rank} has "
+                f"all processes should have stopped after global step {self._target}, but rank {self._world.rank} has "
                 f"finished {step}: the layers of this backend do not exchange gradients in each step."
             )
         return step == self._target

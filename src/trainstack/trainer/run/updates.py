@@ -354,7 +354,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _hold(step: StepBatches) -> list[_Pass]:
-    """All micro-batches of a step. The weights are known when the last one has been fetched."""
+    """Fetch all micro-batches of a step. Their weights are only known after the last one."""
     fetched = []
     for batch, _, last in step.micro_batches:
         # a loader may reuse the memory of a batch for the next one

@@ -67,7 +67,7 @@ class RunView:
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of a step; the last one of an epoch may have fewer."""
+        """Micro-batches of a step. The last step of an epoch may have fewer."""
         return self._run.data.plan.accumulation
 
     @property
