@@ -251,7 +251,7 @@ class TrainingData:
         counter, weigh = None, self._batch_weight()
         if weigh is None:
             weigh = counter = SampleCounter(loader, self._warn_once, accumulation * world.size)
-        if not is_stateful(loader):  # the state of a stateful loader must fit the states of its generators
+        if not is_stateful(loader):  # a stateful loader is saved with the states of its generators
             own_generators(loader, besides=self._module).seed(self._sample_seed, state.epoch, WHOLE_EPOCH)
         within = state.batches_in_epoch > 0
         batches, positioned = self.loader_state.begin(loader, generators, within=within, counter=counter)

@@ -50,7 +50,7 @@ def bind_borrowed_pass(
                 backward(work, loss, 0.0)
             for collector in collectors:
                 collector.collect_structure(outputs)
-            if end_backward is not None:  # after `restored_after`: in the last pass all ranks have the same gradients
+            if end_backward is not None:  # in the last pass, its gradients are the same on all ranks
                 end_backward(number, loss)
         state.micro_batch += 1
 
