@@ -71,7 +71,7 @@ def test_a_stated_length_is_the_plans(backend: str, tmp_path: Path, caplog: pyte
     for result in results:
         assert result["plan"]["steps_per_epoch"] == 3
         assert len(result["seen"]) == 6
-    assert "stands for" not in caplog.text
+    assert "schedules and progress are planned for" not in caplog.text
 
 
 @pytest.mark.parametrize(("count", "steps"), [(12, 2), (40, 5)])
@@ -82,7 +82,7 @@ def test_other_samples_than_stated_are_reported_once(
 
     assert len(result["seen"]) == 2 * steps
     assert caplog.text.count(f"epoch 0 had {steps} global steps, but schedules and progress are planned for 3") == 1
-    assert caplog.text.count("stands for") == 1
+    assert caplog.text.count("schedules and progress are planned for") == 1
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, 1), ({"max_steps": 3}, 0), ({"max_train_steps_per_epoch": 2}, 0)])
