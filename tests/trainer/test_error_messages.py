@@ -82,7 +82,7 @@ MODULE_MISTAKES = {
     ),
     "batch_size not passed on": (
         loader(lambda s, b: DataLoader(s.dataset, batch_size=5)),
-        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size on",
+        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size to the",
     ),
     "an empty data set": (
         loader(lambda s, b: DataLoader(TensorDataset(torch.zeros(0, 6)), batch_size=b)),
@@ -94,7 +94,7 @@ MODULE_MISTAKES = {
     ),
     "an empty list for a loader": (
         loader(lambda s, b: []),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "validation data without val_step": (
         {
@@ -109,7 +109,7 @@ MODULE_MISTAKES = {
     ),
     "a list of validation loaders": (
         val_loader(lambda s, b: [DataLoader(s.dataset, batch_size=b)]),
-        "get_val_dataloaders gave a list. Several DataLoaders go into a dict by name",
+        "get_val_dataloaders gave a list. Give several DataLoaders as a dict by name",
     ),
     "the sampler class not called": (
         {
@@ -121,7 +121,7 @@ MODULE_MISTAKES = {
     ),
     "a loader that is used up": (
         loader(lambda s, b: iter(())),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "train_step with other arguments": (
         {"train_step": lambda self, batch, batch_idx: None},

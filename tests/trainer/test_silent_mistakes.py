@@ -208,7 +208,7 @@ class Out:
         (lambda loss, scores, labels: {"val_loss": loss}, "a dict with the keys 'val_loss': no loss was found"),
         (
             lambda loss, scores, labels: {"ce": loss.item(), "right": 3.0},
-            "'ce', 'right', of which 'ce', 'right' are numbers and no tensors: no loss was found",
+            "'ce', 'right', of which 'ce', 'right' are numbers, not tensors: no loss was found",
         ),
         (lambda loss, scores, labels: scores, "a tensor of shape (8, 3): no loss was found"),
         (lambda loss, scores, labels: Out(scores, loss), "a Out with the keys 'scores', 'val_loss': no loss"),

@@ -199,7 +199,7 @@ class TestColumns:
     def test_they_are_named_where_they_stay(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             assert self.module().train_dataset is self.data
-        assert "has the columns text, which neither the model nor the loss names" in caplog.text
+        assert "has the columns text, which neither the model nor the loss uses" in caplog.text
 
     def test_renamed_ones_and_target_keys_stay(self) -> None:
         module = self.module(remove_unused_columns=True, input_mapping={"text": "x2"})

@@ -172,7 +172,7 @@ def test_any_loader_with_a_state_is_asked_and_no_batch_is_read_to_skip(
 
     assert Stream.reads == 11 - 8
     assert "it is a Stream, not a DataLoader" in caplog.text
-    assert "Its state is saved with each checkpoint, and given back on resume." in caplog.text
+    assert "Its state is saved in each checkpoint, and restored in a resume." in caplog.text
 
 
 def test_a_loader_without_a_state_reads_and_drops_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -184,7 +184,7 @@ def test_a_loader_without_a_state_reads_and_drops_batches(tmp_path: Path, caplog
         return torch.utils.data.DataLoader(Numbers(), batch_size=size)
 
     assert agree(*unbroken_and_interrupted(make, tmp_path, (3,)))
-    assert "The first 4 batches of this epoch are read and put aside" in caplog.text
+    assert "The first 4 batches of this epoch are read and skipped" in caplog.text
 
 
 @pytest.mark.processes
@@ -196,7 +196,7 @@ def test_another_number_of_workers_is_answered_in_words(before: int, after: int,
 
     with pytest.raises(
         ts.CheckpointMismatchError,
-        match=rf"a StatefulDataLoader, does not take back the state.*the same number of workers \(num_workers={after} ",
+        match=rf"a StatefulDataLoader, does not load its state.*the same number of workers \(num_workers={after} ",
     ):
         run(Reads(shuffled(after)), tmp_path)
 
@@ -209,10 +209,10 @@ def test_gaps_of_its_state_are_reported(tmp_path: Path, caplog: pytest.LogCaptur
 
     caplog.set_level(logging.WARNING, "trainstack")
     run(Reads(torchs_own), tmp_path / "a", epochs=1)
-    assert "after the first epoch another order would follow. Use torchdata.stateful" in caplog.text
+    assert "after the first epoch the order would differ. Use torchdata.stateful" in caplog.text
     caplog.clear()
     run(Reads(shuffled(2)), tmp_path / "b", epochs=1)
-    assert "Random numbers that its workers draw are not part of it." in caplog.text
+    assert "Random numbers of its workers are not in the state." in caplog.text
     assert "RandomSampler" not in caplog.text
 
 
@@ -222,5 +222,5 @@ def test_states_of_loaders_that_gave_parts_are_not_taken_by_another_number_of_pr
     same.restore(states, World())
 
     assert same.is_pending
-    with pytest.raises(ts.CheckpointMismatchError, match="the states of 2 loaders, each of which gave its process"):
+    with pytest.raises(ts.CheckpointMismatchError, match="the states of 2 loaders, each with a part of the data"):
         split.restore(states, World())

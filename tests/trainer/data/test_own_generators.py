@@ -244,10 +244,10 @@ def test_objects_that_are_not_searched_completely_are_named(tmp_path: Path, capl
 
     data = Augmented(Jitter())
     trained(tmp_path / "one", data)
-    assert "to be searched whole" not in caplog.text
+    assert "to be searched completely" not in caplog.text
     data.transforms += [Jitter() for _ in range(100)]
     _ = ts.Trainer(Classifier(data), arguments(tmp_path / "two")).plan
-    assert "train_dataset.transforms: too large or too deep to be searched whole" in caplog.text
+    assert "train_dataset.transforms: too large or too deep to be searched completely" in caplog.text
 
 
 class Drawn(IterableDataset[Any]):

@@ -166,7 +166,7 @@ def test_a_private_run_refuses_packed_rows(tmp_path: Path) -> None:
             return DataLoader(data, batch_size, sampler=sampler(data))
 
     module = Rows(nn.Linear(1, 1), nn.MSELoss(), "sgd", documents())
-    with pytest.raises(ts.PrivacyError, match="a row of a PackedDataset holds several documents"):
+    with pytest.raises(ts.PrivacyError, match="a row of a PackedDataset has several documents"):
         ts.Trainer(module, arguments(tmp_path, backend="sp-dp", train_batch_size=2)).train()
 
 
@@ -185,7 +185,7 @@ def test_narrow_tokens_of_a_file_keep_labels_that_are_ignored(kind: Any) -> None
         ([[1] * 8, {"input_ids": [1, 2], "attention_mask": [0, 0]}], "attention_mask is 0"),
         ([torch.ones(1, 3, dtype=torch.long)], "batch dimension"),
         ([torch.ones(3)], r"write \.long"),
-        (["abc"], "sample 0 is no sequence of tokens"),
+        (["abc"], "sample 0 is not a sequence of tokens"),
     ],
 )
 def test_samples_that_would_not_lie_under_their_tokens_are_refused(samples: Any, words: str) -> None:

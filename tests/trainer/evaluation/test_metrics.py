@@ -244,8 +244,8 @@ class TestWhatIsRefused:
             ({"a": 1}, r"metrics\['a'\] is a int"),
             ({"a": Counts}, r"metrics\['a'\] is a type"),
             ({"all": {"a": Counts}}, r"metrics\['a'\] is the class Counts"),
-            ({"loss": Counts()}, "a metric is called 'loss'"),
-            ({1: Counts()}, "a metric is called 1"),
+            ({"loss": Counts()}, "a metric has the name 'loss'"),
+            ({1: Counts()}, "a metric has the name 1"),
         ):
             with pytest.raises(ts.ConfigurationError, match=words):
                 train(Measured(wrong), tmp_path)

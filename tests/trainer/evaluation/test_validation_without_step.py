@@ -90,7 +90,7 @@ def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
     trainer = train(module, tmp_path, epochs=2, sanity_val_steps=1)
 
     assert "val/loss" not in trainer.history.get_metric_names()
-    said = [record.message for record in caplog.records if "where its loss is looked for" in record.message]
+    said = [record.message for record in caplog.records if "as its loss, which must be a tensor" in record.message]
     kind = "int" if isinstance(returned, dict) else "float"
     assert len(said) == 1
     assert said[0].startswith(f"val_step returned a {kind}")
@@ -107,4 +107,4 @@ def test_a_validation_without_a_loss_or_with_one_is_left_alone(
     module.validates = True
     train(module, tmp_path)
 
-    assert "where its loss is looked for" not in caplog.text
+    assert "as its loss, which must be a tensor" not in caplog.text

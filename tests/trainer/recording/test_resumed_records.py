@@ -104,7 +104,7 @@ def test_a_cut_tail_contradicts_the_checkpoints_after_it(tmp_path: Path, caplog:
     assert [one.partition("(global step ")[2][:1] for one in found] == ["5", "8"]
 
     run(tmp_path, resume=True)
-    assert "lacks blocks that it had when the checkpoint was taken" in caplog.text
+    assert "lacks blocks that it had when the resumed checkpoint was written" in caplog.text
     (said,) = read_step_log(tmp_path).contradictions
     assert "segment 1 resumed a checkpoint of global step 8" in said
 
@@ -118,7 +118,7 @@ def test_a_write_that_a_kill_has_torn_is_cut_at_the_next_start(
     os.truncate(path, size - 3)
     run(tmp_path, resume=True)
     log = read_step_log(tmp_path)
-    assert "is continued from its intact part" in caplog.text
+    assert "is continued after its intact part" in caplog.text
     assert (log.damage, log.contradictions) == (None, [])
     assert log.segments[1].cut is not None
     assert log.entries["step"].tolist() == list(range(1, 11))

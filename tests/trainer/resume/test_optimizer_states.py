@@ -328,7 +328,7 @@ def test_a_state_that_fits_one_order_only_is_kept_for_that_order(kind: type[torc
 
     saved = saved_of([["a", "b"]], make)
     message = refusal(saved, [["b", "a"]], make)
-    assert "keeps its state in the order of its parameters, and that is another one now" in message
+    assert "stores its state in the order of its parameters, and the order has changed" in message
     assert "Checkpoint: a, b. Now: b, a." in message
     module = Vectors(("a", "b"))
     optimizer = make(groups_of(module, [["a", "b"]]))
@@ -359,7 +359,7 @@ class Scaled(torch.optim.SGD):
 def test_an_own_optimizer_that_counts_positions_is_kept_for_its_order(kind: type[torch.optim.SGD]) -> None:
     saved = saved_of([["a", "b", "c"]], kind)
     message = refusal(saved, [["c", "a", "b"]], kind)
-    assert "keeps its state in the order of its parameters, and that is another one now" in message
+    assert "stores its state in the order of its parameters, and the order has changed" in message
     assert "Checkpoint: a, b, c. Now: c, a, b." in message
 
 

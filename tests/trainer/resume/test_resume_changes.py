@@ -145,8 +145,8 @@ def edited_versions(folder: Path, name: str, text: str) -> Path:
         (
             Classifier,
             {"reset_optimizers_schedulers": True},
-            [("optimizers", "as saved", "made anew", "another run")],
-            "leave reset_optimizers_schedulers out",
+            [("optimizers", "as saved", "new", "another run")],
+            "remove reset_optimizers_schedulers",
         ),
         (
             lambda: Classifier(lr=0.2),

@@ -133,9 +133,9 @@ class TestStateThatMustSurvive:
         for backend in ("sp", "sp-ledger"):
             with pytest.raises(ts.CheckpointMismatchError, match=r"'weights' would lose the state of \['ledger'\]"):
                 train(Classifier(), tmp_path / "new", backend=backend, resume=path, resume_mode="weights")
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path)
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path.with_name("last"))
         with pytest.raises(ts.CheckpointMismatchError, match=r"state for \['ledger'\]"):
             train(Classifier(), tmp_path / "new", resume=path, resume_mode="weights_and_optimizer")
@@ -196,7 +196,7 @@ class TestWarmStart:
 
         assert again.warm_start_report is None
         assert torch.equal(weights(again.module), weights(fresh.module))
-        assert f"init_weights_from='{path}' is not used: the run goes on from a checkpoint." in caplog.text
+        assert f"init_weights_from='{path}' is not used: the run resumes from a checkpoint." in caplog.text
 
     def test_a_pickle_is_answered_with_the_call_that_reads_it(self, tmp_path: Path) -> None:
         source = Classifier(seed=8)
@@ -283,14 +283,22 @@ class TestMoreAndFewerEpochs:
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
         said = capsys.readouterr().out
-        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
-        assert "or resume=False or another output_dir to begin anew." in said
+        assert (
+            "2 epochs are trained already, and epochs=1: nothing is left to do. To continue, write epochs=3 or" in said
+        )
+        assert "To start again, write resume=False or another output_dir." in said
 
     @pytest.mark.parametrize(
         ("first", "said"),
         [
-            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
-            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            (
+                {"epochs": 1},
+                "1 epoch is trained already, and epochs=1: nothing is left to do. To continue, write epochs=2",
+            ),
+            (
+                {"max_steps": 4},
+                "4 global steps are trained already, and max_steps=4: nothing is left to do. To continue,",
+            ),
             ({"epochs": 0}, "epochs=0: there is nothing to train"),
         ],
         ids=str,

@@ -105,7 +105,7 @@ class TestLearningRateFinder:
 
         module = Inside()
         module.trainer = ts.Trainer(module, arguments(tmp_path))  # type: ignore[assignment]
-        with pytest.raises(ts.ConfigurationError, match="a run is under way"):
+        with pytest.raises(ts.ConfigurationError, match="training is running"):
             module.trainer.train()  # type: ignore[operator, union-attr]
         with pytest.raises(ts.ConfigurationError, match="would spend privacy"):
             ts.find_lr(ts.Trainer(Classifier(), arguments(tmp_path, backend="sp-dp")))

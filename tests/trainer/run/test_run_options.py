@@ -72,7 +72,7 @@ class TestSanityCheck:
 
         with pytest.raises(KeyError) as raised:
             train(Broken(), tmp_path, sanity_val_steps=1)
-        assert "sanity_val_steps tried out the validation" in " ".join(raised.value.__notes__)
+        assert "sanity_val_steps tested the validation" in " ".join(raised.value.__notes__)
 
 
 class TestOverfitting:

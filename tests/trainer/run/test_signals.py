@@ -371,7 +371,7 @@ def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_
     [info] = ts.list_checkpoints(tmp_path / "checkpoints")
     assert info.global_step in (3, 4, 5)
     said = "Ctrl-C" if number == signal.SIGINT else number.name
-    assert f"stopped by {said} after global step {info.global_step}. Saved {info.path}; to go on" in error
+    assert f"stopped by {said} after global step {info.global_step}. Saved {info.path}; to resume" in error
     assert len(error.splitlines()) < 20, error
     if number == signal.SIGTERM:  # the tests above resume after every signal, in this process
         assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()

@@ -85,7 +85,7 @@ def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
 
 def test_ranks_that_come_to_different_updates_are_refused() -> None:
     for said in run_world(2, updates.different_updates):
-        assert re.search(r"global step 1 came to different updates: optimizers 0 and optimizers 1", said)
+        assert re.search(r"global step 1 yielded different updates: optimizers 0 and optimizers 1", said)
 
 
 @pytest.mark.parametrize("backend", ["sp-bf16", "sp-amp"])
@@ -373,7 +373,7 @@ def nothing(self: Points, points: Tensor) -> Any:
         (nothing, r"has not yielded optimizers 0 \(Adam\), 1 \(Adam\) by global step 1"),
         (
             lambda self, points: [(judge_loss(self.generator, self.judge, points), 0)],
-            r"has not yielded optimizer 1 \(Adam\) by global step 3, so no update has changed what it trains",
+            r"has not yielded optimizer 1 \(Adam\) by global step 3, so no update has changed its parameters",
         ),
     ],
 )
