@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, reproducible examples, and a check of torch's global state."""
+"""The conditions of every test: one thread, reproducible examples, and a check of torch's global state."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the options leave out, put the longest first, and skip what needs a GPU where there is none."""
+    """Leave out what the options leave out, put the longest first, and skip GPU tests where there is none."""
     names = (*(NOT_FAST if config.getoption("--fast") else ()), *(() if config.getoption("--long") else ("long",)))
     left_out = {item for item in items if any(item.get_closest_marker(name) for name in names)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -140,7 +140,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     ids = [id_ for marker in item.iter_markers("spec") for id_ in marker.args]
     if report.failed and ids:
-        report.sections.append(("what this test holds", "\n".join(f"{id_}: {words_of(id_)}" for id_ in ids)))
+        report.sections.append(("requirements of this test", "\n".join(f"{id_}: {words_of(id_)}" for id_ in ids)))
     return report
 
 

@@ -1,4 +1,4 @@
-"""The rules of the house, read off the source: directions, sizes, cost of import, what every field is for."""
+"""The rules of the house, read off the source: directions, sizes, cost of import, the use of every field."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ MAX_FILES_A_FOLDER = 26
 MAX_FILES = 467
 MAX_LINES = 80_000
 
-# What `import trainstack` may not load: each costs every process of every run, most runs never use it.
+# Modules that `import trainstack` must not load: each costs every process of every run, most runs never use it.
 HEAVY = (
     "tensorboard",
     "rich",
@@ -79,7 +79,7 @@ HEAVY = (
     *(f"trainstack.backends.{name}" for name in ("dp.budget", "dp.mechanism", "dp.modes", "privacy_statement")),
 )
 IMPORT_BUDGET = 0.15
-"""Of what `import torch` costs."""
+"""As a share of the cost of `import torch`."""
 
 
 # --- reading the source
@@ -90,7 +90,7 @@ def library_files() -> list[Path]:
 
 
 def label(path: Path) -> str:
-    """`trainstack/backends/base.py`: the name under which a file stands in the lists above."""
+    """`trainstack/backends/base.py`: the name of a file in the lists above."""
     return path.relative_to(LIBRARY.parent).as_posix()
 
 
@@ -133,7 +133,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """What is left after taking away, again and again, what imports nothing that is left or is imported by nothing."""
+    """The rest after removing, repeatedly, files that import none of the rest or that none of the rest imports."""
     left = {name: set(imported) for name, imported in graph.items()}
     while True:
         imported = set().union(*left.values())
@@ -157,7 +157,7 @@ def level(file: str) -> int:
 
 def test_no_files_import_each_other_in_a_cycle() -> None:
     found = cycles(import_graph())
-    assert not found, "files that import each other in a cycle, each with what it imports:\n" + "\n".join(
+    assert not found, "files that import each other in a cycle, each with its imports:\n" + "\n".join(
         f"{name} -> {', '.join(targets)}" for name, *targets in found
     )
 
@@ -238,7 +238,7 @@ def is_private(dotted: str) -> bool:
 
 
 def test_ready_made_callbacks_use_nothing_private() -> None:
-    """What they can do, a user's callback can do."""
+    """A user's callback can do the same."""
     wrong = [
         f"{label(path)}:{line} uses {name}"
         for path in sorted((LIBRARY / "trainer" / "callbacks").glob("*.py"))
@@ -466,7 +466,7 @@ BUILT = {".git", ".venv", ".hypothesis", "__pycache__", "build", "dist", "runs",
 
 
 def tree() -> list[Path]:
-    """The files that git tracks or would track; without git, all but what is built."""
+    """The files that git tracks or would track; without git, all but build results."""
     if (ROOT / ".git").exists():
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

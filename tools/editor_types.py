@@ -1,6 +1,6 @@
-"""What editors say: pyright on three pages and the examples, and how completely the library is typed.
+"""Types as editors see them: pyright on three pages and the examples, and how completely the library is typed.
 
-python -m tools.editor_types            prints what pyright finds; the exit status is 1 if anything is wrong
+python -m tools.editor_types            prints the errors of pyright; the exit status is 1 if anything is wrong
 python -m tools.editor_types --symbols  also the public names whose type is not known
 """
 
@@ -27,12 +27,12 @@ LEAST_COMPLETENESS = 0.96
 
 
 def pyright(*arguments: str) -> dict[str, Any]:
-    """What `pyright --outputjson` prints.
+    """The output of `pyright --outputjson`.
 
     Raises:
         RuntimeError: it could not run.
     """
-    # verifytypes looks for packages beside the one that is verified, so their folder is named as well.
+    # verifytypes looks for packages next to the verified one, so their folder is named as well.
     paths = [str(ROOT / "src"), sysconfig.get_paths()["purelib"]]
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
@@ -76,7 +76,7 @@ def completeness() -> tuple[float, list[str]]:
 
 
 def main() -> int:
-    """Print what is wrong; 1 if anything is."""
+    """Print the errors; 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--symbols", action="store_true", help="print the names whose type is not known")
     options = parser.parse_args()
@@ -87,8 +87,8 @@ def main() -> int:
     errors = errors_of_scripts([ROOT / page for page in PAGES], examples)
     score, others = completeness()
     print(*errors, *(others if options.symbols else ()), sep="\n", end="\n" if errors or options.symbols else "")
-    what = f"{len(PAGES)} pages and {len(examples)} examples"
-    print(f"pyright: {len(errors)} errors in {what}; {score:.1%} of the public names have a known type")
+    where = f"{len(PAGES)} pages and {len(examples)} examples"
+    print(f"pyright: {len(errors)} errors in {where}; {score:.1%} of the public names have a known type")
     if score < LEAST_COMPLETENESS:
         print(f"At least {LEAST_COMPLETENESS:.0%} have to be. Annotate those that --symbols prints.")
     return int(bool(errors) or score < LEAST_COMPLETENESS)

@@ -45,13 +45,13 @@ def cases() -> list[tuple[str, str, str, int]]:
 
 
 def name_of(case: tuple[str, str, str, int]) -> str:
-    """What is printed for a case."""
+    """The output for a case."""
     launcher, how, place, rank = case
     return f"{launcher}, {how} in {place}, rank {rank}"
 
 
 def measure_case(case: tuple[str, str, str, int]) -> dict[str, Any]:
-    """The times of a case, and what was printed in it."""
+    """The times of a case, and its output."""
     for _ in range(3):  # another program may have taken the port
         with tempfile.TemporaryDirectory() as folder:
             times = measure(Path(folder), *case, port=free_port(), limit=LIMIT_S)

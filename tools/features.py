@@ -1,6 +1,6 @@
 """Hold docs/features.md against the list of ids it must answer and against the markers in the tests.
 
-`python tools/features.py` prints every line with its state and its test, and the counts; `--check` fails on what is
+`python tools/features.py` prints every line with its state and its test, and the counts; `--check` fails on
 wrong, `--list` prints places.
 Tests are parsed, not imported and not run.
 """
@@ -34,7 +34,7 @@ STARRED = frozenset(f"{name}-{number:02d}" for name, numbers in _STARRED.items()
 """The lines that are easy to get wrong: they need a test as soon as they work."""
 
 _OTHERS = {"O": 21, "T": 7, "B": 6}
-"""Ids that only markers carry, O1 to O21 and so on: what was observed of Opacus, and PyMarlin's own tests."""
+"""Ids that only markers carry, O1 to O21 and so on: observations of Opacus, and PyMarlin's own tests."""
 
 _STATES = re.compile(r"(?P<kind>works)$|(?P<later>later), \w.*|(?P<no>no), because \w.*")
 _CELL_END = re.compile(r"(?<!\\)\|")
@@ -47,8 +47,8 @@ class Row:
     Attributes:
         id: such as "PMT-05".
         starred: whether it is easy to get wrong.
-        state: "works", "later" or "no"; "" if what stands there is none of these.
-        written: the state as it stands on the page.
+        state: "works", "later" or "no"; "" for any other text.
+        written: the state as on the page.
         line: in the page, from 1.
     """
 
@@ -60,7 +60,7 @@ class Row:
 
 
 class Place(NamedTuple):
-    """Where a marker stands."""
+    """The place of a marker."""
 
     path: str
     line: int
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Markers:
-    """The spec markers of all tests: where each id stands, and what could not be read."""
+    """The spec markers of all tests: the places of each id, and unreadable files."""
 
     places: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     problems: list[str] = field(default_factory=list)
@@ -103,9 +103,9 @@ def read_page(text: str) -> tuple[list[Row], list[str]]:
     rows, problems = [], []
     for line, cells in _table_rows(text):
         if len(cells) != 4 or not all(cells):
-            what = f"it has {len(cells)} cells" if len(cells) != 4 else "a cell is empty"
+            fault = f"it has {len(cells)} cells" if len(cells) != 4 else "a cell is empty"
             problems.append(
-                f"{PAGE}:{line}: {what}; a row has four, none empty: id, what one can do, how, state. "
+                f"{PAGE}:{line}: {fault}; a row has four, none empty: id, feature, how, state. "
                 "Write \\| for a bar inside a cell."
             )
         if cells:
@@ -130,7 +130,7 @@ def _table_rows(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def words_of_rows(text: str) -> dict[str, str]:
-    """What each row of the page says one can do, by id."""
+    """The feature of each row of the page, by id."""
     return {cells[0].partition(" ")[0]: cells[1] for _, cells in _table_rows(text) if len(cells) > 1}
 
 
@@ -152,7 +152,7 @@ def read_markers(tests: Path, root: Path = ROOT) -> Markers:
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"), filename=name)
         except SyntaxError as error:
-            markers.problems.append(f"{name}:{error.lineno}: this is no Python, so its markers cannot be read.")
+            markers.problems.append(f"{name}:{error.lineno}: this is not Python, so its markers cannot be read.")
             continue
         for call in _marker_calls(tree):
             _add_ids(markers, call, name)
@@ -181,7 +181,7 @@ def _add_ids(markers: Markers, call: ast.Call, path: str) -> None:
             markers.problems.append(f"{place}: an id must be written out as a string, so that it can be read here.")
 
 
-# --- what is wrong
+# --- problems
 
 
 def find_problems(
@@ -205,13 +205,13 @@ def _id_problems(rows: Sequence[Row], expected: Sequence[str]) -> Iterator[str]:
     counts = Counter(row.id for row in rows)
     for id_ in expected:
         if not counts[id_]:
-            yield f"{PAGE}: {id_} is missing. Add a row that says what becomes of it."
+            yield f"{PAGE}: {id_} is missing. Add a row with its state."
     for id_, count in counts.items():
         lines = ", ".join(str(row.line) for row in rows if row.id == id_)
         if id_ not in expected:
-            yield f"{PAGE}:{lines}: {id_!r} is no id of the five lists."
+            yield f"{PAGE}:{lines}: {id_!r} is not in the five lists."
         elif count > 1:
-            yield f"{PAGE}: {id_} stands {count} times, on the lines {lines}. Keep one row."
+            yield f"{PAGE}: {id_} occurs {count} times, on the lines {lines}. Keep one row."
 
 
 def _star_problems(rows: Sequence[Row], starred: frozenset[str]) -> Iterator[str]:
@@ -245,7 +245,7 @@ def _unknown_markers(markers: Markers) -> Iterator[str]:
             yield f"{where}: a marker names {id_!r}, which neither {PAGE} nor tests/helpers/requirements.py has."
 
 
-# --- what is printed
+# --- output
 
 
 def works_untested(rows: Iterable[Row], markers: Markers) -> list[Row]:
@@ -254,7 +254,7 @@ def works_untested(rows: Iterable[Row], markers: Markers) -> list[Row]:
 
 
 def table(rows: Sequence[Row], markers: Markers, words: Mapping[str, str]) -> str:
-    """One line a row: its id, what becomes of it, what one can do, and the first of its tests."""
+    """One line a row: its id, its state, the feature, and the first of its tests."""
     lines = []
     for row in rows:
         state = "declined" if row.state == "no" else row.state or "?"
@@ -281,9 +281,9 @@ def _counts(name: str, rows: Sequence[Row], markers: Markers) -> str:
     return f"{name:<6}{states['works']:>7}{tested:>8}{states['later']:>7}{states['no']:>5}{len(rows):>7}"
 
 
-def listing(what: str, rows: Sequence[Row], markers: Markers) -> str:
+def listing(kind: str, rows: Sequence[Row], markers: Markers) -> str:
     """One line a row: those that work without a test, or every id with the places of its tests."""
-    if what == "works-untested":
+    if kind == "works-untested":
         return "\n".join(row.id + (" ★" if row.starred else "") for row in works_untested(rows, markers))
     ids = sorted(markers.places)
     return "\n".join(f"{id_}: {', '.join(map(str, markers.places[id_]))}" for id_ in ids)
@@ -292,7 +292,7 @@ def listing(what: str, rows: Sequence[Row], markers: Markers) -> str:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="tools/features.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="exit with 1 if something is wrong, and say what")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if there is a problem, and print it")
     parser.add_argument(
         "--list",
         choices=("works-untested", "tests"),

@@ -1,4 +1,4 @@
-"""Run scripts, each in a fork of this process, which has imported torch already: half of what a short script costs.
+"""Run scripts, each in a fork of this process, which has imported torch already: half of the cost of a short script.
 
 Standard input holds a JSON object a line: the script, the folder to run it in, and the seconds it may take. Its output
 goes to files in the folder; its exit status is printed.
@@ -15,7 +15,7 @@ import tempfile
 
 import torch._dynamo  # noqa: F401 - which optimizers import when they are made
 
-import trainstack  # noqa: F401 - what all the scripts begin with
+import trainstack  # noqa: F401 - all the scripts begin with it
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def enter(folder: str, timeout_s: int) -> None:
-    """What the system does for a process that starts: a folder, streams of its own, an end."""
+    """The setup that the system makes for a process: a folder, streams, an end."""
     signal.alarm(timeout_s)
     os.chdir(folder)
     os.environ["TMPDIR"], tempfile.tempdir = folder, None

@@ -92,7 +92,7 @@ def make_checkpoint() -> Checkpoint:
 
 @dataclass
 class Report:
-    """What became of the cases."""
+    """The results of the cases."""
 
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Report:
 
 
 class Watch:
-    """Counts what code does that no reading of data does: imports, executions, writes."""
+    """Counts actions that no reading of data needs: imports, executions, writes."""
 
     def __init__(self) -> None:
         self.active = False
@@ -141,7 +141,7 @@ def watch() -> Watch:
 
 
 def read_in_every_way(path: Path) -> dict[str, str]:
-    """What each way to read the checkpoint at `path` answers: "ok", or the name of an error of the library."""
+    """The result of each way to read the checkpoint at `path`: "ok", or the name of an error of the library."""
     ways: dict[str, Callable[[], Any]] = {
         "list": lambda: list_checkpoints(path.parent),
         "verify": lambda: verify_checkpoint(path),
@@ -201,7 +201,7 @@ def damage(cases: int, seed: int, folder: Path) -> Report:
     files = sorted(file.name for file in path.iterdir())
     whole = {file: (path / file).read_bytes() for file in files}
     report, draw = Report(), random.Random(seed)
-    read_in_every_way(path)  # imports what is imported late
+    read_in_every_way(path)  # modules that are imported late
     for number in range(cases):
         file = files[number % len(files)]
         kind = draw.choice(list(DAMAGES))
@@ -343,7 +343,7 @@ class Forger:
             self.data[file.name] = content[8 + length :]
 
     def write(self, path: Path, draw: random.Random) -> str:
-        """Write a checkpoint with one to three hostile changes; returns what was changed."""
+        """Write a checkpoint with one to three hostile changes; returns the changes."""
         content, texts, headers = copy.deepcopy((self.manifest, self.texts, self.headers))
         old = draw.random() < 0.3
         targets: list[tuple[str, Json]] = [("manifest", content), *texts.items(), *headers.items()]
@@ -502,7 +502,7 @@ def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Repor
     for number in range(cases):
         for file in path.iterdir():
             file.unlink()
-        what = forger.write(path, draw)
+        changes = forger.write(path, draw)
 
         def judge() -> None:
             for answer in read_in_every_way(path).values():
@@ -510,12 +510,12 @@ def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Repor
             if commands and number % 10 == 0:  # noqa: B023 - called at once
                 run_command(path)
 
-        _case(report, f"hostile {seed}/{number} {what}", path, judge)
+        _case(report, f"hostile {seed}/{number} {changes}", path, judge)
     return report
 
 
 def main() -> int:
-    """Run both campaigns and print what they found; 1 if there was a fault."""
+    """Run both campaigns and print the results; 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hostile", type=int, default=20_000, metavar="N", help="hostile checkpoints to read")
     parser.add_argument("--damage", type=int, default=6_000, metavar="N", help="damages of a file")

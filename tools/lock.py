@@ -1,6 +1,6 @@
-"""Write constraints.txt: what `pip` resolves for the extras together, in a throw-away environment.
+"""Write constraints.txt: the versions that `pip` resolves for all extras, in a temporary environment.
 
-`make lock` runs this. The torch pin stays as it stands in constraints.txt; `make lock TORCH=2.14.0` moves it.
+`make lock` runs this. The torch pin of constraints.txt stays; `make lock TORCH=2.14.0` moves it.
 The file holds names and versions only, so that it works with any package index: no local version such as
 `+cpu`, no index lines, no hashes, no URLs.
 """
@@ -73,7 +73,7 @@ def resolve(torch: str) -> list[str]:
         venv.create(folder, with_pip=True)
         python = Path(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-        # What the environment itself brought is old; what is needed of it comes back in its newest version.
+        # Packages of the new environment itself are old; needed ones return in their newest version.
         subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools"], check=True)
         print(f"resolving torch=={torch} and .[{extras}]: one to two minutes", flush=True)
         subprocess.run([*pip, "install", "-qq", f"torch=={torch}", f"{ROOT}[{extras}]"], check=True)

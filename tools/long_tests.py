@@ -35,7 +35,7 @@ class Battery(NamedTuple):
 
     name: str
     arguments: Sequence[str]
-    environment: dict[str, str] = {}  # noqa: RUF012 - nobody changes it
+    environment: dict[str, str] = {}  # noqa: RUF012 - it is never changed
 
 
 def batteries() -> list[Battery]:
@@ -89,9 +89,9 @@ class Record:
         """Write the result of a battery."""
         self.results[name] = {"status": status, "seconds": round(seconds)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_suffix(".tmp")
-        aside.write_text(json.dumps({"commit": self._commit, "results": self.results}, indent=1), encoding="utf-8")
-        aside.replace(self._path)
+        new = self._path.with_suffix(".tmp")
+        new.write_text(json.dumps({"commit": self._commit, "results": self.results}, indent=1), encoding="utf-8")
+        new.replace(self._path)
 
     def line(self, name: str) -> str:
         """The result of a battery in words."""

@@ -1,6 +1,6 @@
 """List the messages of all errors that the library raises, read off the source; `--check` holds the page to them.
 
-`python tools/messages.py` prints class, place and message of each, `...` for what varies; `--check` fails where
+`python tools/messages.py` prints class, place and message of each, `...` for variable parts; `--check` fails where
 docs/troubleshooting.md has no section for a public error, or quotes a message that no error has any more.
 """
 
@@ -32,7 +32,7 @@ class Message(NamedTuple):
     Attributes:
         error: the name of its class.
         place: file and line, from the root of the library.
-        text: with `...` for what varies.
+        text: with `...` for variable parts.
     """
 
     error: str
@@ -41,7 +41,7 @@ class Message(NamedTuple):
 
 
 def public_errors() -> list[str]:
-    """The names of the classes in errors.py that are in the tree, without those that are no errors."""
+    """The names of the classes in errors.py that are in the tree, without those other than errors."""
     tree = ast.parse((LIBRARY / "errors.py").read_text(encoding="utf-8"))
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     return [name for name in names if name.endswith("Error")]
@@ -81,7 +81,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _texts(node: ast.expr, function: ast.AST, tree: ast.Module) -> list[str]:
-    """What an expression may be, as text: names and calls are followed one step within the file."""
+    """The possible values of an expression, as text: names and calls are followed one step within the file."""
     if isinstance(node, ast.Name):
         values = [n.value for n in ast.walk(function) if isinstance(n, ast.Assign) and _name(n.targets[0]) == node.id]
     elif isinstance(node, ast.Call):
@@ -114,7 +114,7 @@ def occurs(quoted: str, text: str) -> bool:
 
 
 def problems(page: str, known: list[Message], errors: list[str]) -> list[str]:
-    """What is wrong with the page, in sentences."""
+    """The faults of the page, in sentences."""
     sections = set(_SECTION.findall(page))
     wrong = [f"{PAGE.name} has no section '## {name}'" for name in errors if name not in sections]
     for part in re.split(r"^(?=## )", page, flags=re.MULTILINE):

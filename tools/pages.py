@@ -1,8 +1,8 @@
 """The Python in the pages: found, put together and run.
 
 The blocks of one page run in their order, in one process, a fork of one that has imported trainstack. `<!-- no-run -->`
-in the line above a block leaves it out; `<!-- output -->` above a text block says that this is what the Python block
-before it prints.
+in the line above a block leaves it out; `<!-- output -->` above a text block marks it as the output of the Python
+block before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     Attributes:
         line: of the page, at which it begins.
         source: the Python.
-        output: what the page says that it prints; None if it does not say.
+        output: as on the page; None without one.
     """
 
     line: int
@@ -69,10 +69,10 @@ class Runner:
         self._process.communicate()  # the end of its input
 
     def run(self, blocks: list[Block], folder: Path) -> list[str]:
-        """What each block prints.
+        """The output of each block.
 
         Raises:
-            AssertionError: the page failed; with what it printed, and a traceback with the page's line numbers.
+            AssertionError: the page failed; with its output, and a traceback with the page's line numbers.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -93,6 +93,6 @@ def _script_of(blocks: list[Block]) -> str:
     for block in blocks:
         source = "\n" * block.line + block.source
         lines.append(f"exec(compile({source!r}, 'page', 'exec'), globals())")
-        # Not in processes that the page starts, which import it anew.
+        # Not in processes that the page starts, which import it again.
         lines.append(f"print({_SEPARATOR!r}, flush=True) if __name__ == '__main__' else None")
     return "\n".join(lines)

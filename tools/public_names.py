@@ -1,4 +1,4 @@
-"""Check that each public name has a docstring and stands in the API reference of a documentation that is built.
+"""Check that each public name has a docstring and is in the API reference of the built documentation.
 
 `python tools/public_names.py build/site` reads the inventory `objects.inv` there, which mkdocstrings writes.
 """
@@ -28,7 +28,7 @@ PACKAGES = (
 
 
 def names_of(package: str) -> dict[str, object]:
-    """The public names of a package: `__all__`, or what is defined there and has no underscore."""
+    """The public names of a package: `__all__`, or the names defined there without an underscore."""
     module = importlib.import_module(package)
     public = getattr(module, "__all__", None)
     if public is None:
@@ -49,7 +49,7 @@ def undocumented() -> list[str]:
 
 
 def undocumented_methods(owner: type) -> list[str]:
-    """Public methods and properties of a class, inherited ones included, without a docstring of their own or a base's.
+    """Public methods and properties of a class, inherited ones included, without a docstring, their own or a base's.
 
     Methods that are called like an event are documented by `Event`.
     """
@@ -83,7 +83,7 @@ def unlisted(entries: set[str]) -> list[str]:
 
 
 def main() -> None:
-    """Print what is wrong, or how many names there are."""
+    """Print the faults, or the number of names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("site", type=Path, help="the folder that `mkdocs build` wrote")
     entries = inventory(parser.parse_args().site)

@@ -49,7 +49,7 @@ def script() -> str:
 
 
 def record() -> Screen:
-    """What the terminal shows when the script is killed and started again."""
+    """The screen of the terminal when the script is killed and started again."""
     screen = Screen(WIDTH)
     with tempfile.TemporaryDirectory(prefix="recording-") as name:
         folder = Path(name)

@@ -21,8 +21,8 @@ _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07]*\x07|([\r\n\b])
 class Screen:
     """A terminal without a lower end: rows of cells, each a character and the codes of its style.
 
-    It knows what rich, tqdm and Python print: line ends, backspaces, cursor up (A), columns (G), erasing (J, K), styles
-    (m). Other sequences are dropped.
+    It knows the output of rich, tqdm and Python: line ends, backspaces, cursor up (A), columns (G), erasing (J, K),
+    styles (m). Other sequences are dropped.
 
     Args:
         width: columns; longer lines wrap.
@@ -35,7 +35,7 @@ class Screen:
         self._style = ""
 
     def feed(self, text: str) -> None:
-        """Carry out what a program has written."""
+        """Process the output of a program."""
         end = 0
         for found in _CONTROL.finditer(text):
             self._put(text[end : found.start()])
@@ -108,7 +108,7 @@ def run_in_terminal(
     Args:
         command: the program and its arguments.
         folder: where it runs.
-        screen: what it shows is fed to.
+        screen: gets the output.
         timeout_s: wall-clock seconds after which the process is killed.
 
     Returns:

@@ -189,7 +189,7 @@ EXPECTED: dict[Callable[..., list[int]], tuple[tuple[int, int], ...]] = {
 
 
 def run_case(number: int, seed: int, reference: dict[str, Any], root: Path) -> str:
-    """Run one case and check what is left; returns the name of its scenario.
+    """Run one case and check the files; returns the name of its scenario.
 
     Raises:
         AssertionError: something was lost, or foreign, or not said.

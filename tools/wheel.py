@@ -1,6 +1,6 @@
-"""Build the wheel, install it where nothing else is but what it declares, and run the quickstart there.
+"""Build the wheel, install it with only its declared requirements, and run the quickstart there.
 
-`make wheel` runs this. The requirements are not installed anew, for torch is large, but linked from this environment:
+`make wheel` runs this. The requirements are linked from this environment, since torch is large:
 those that the wheel declares without extras, and theirs; `pip check` says whether that was all.
 """
 
@@ -50,11 +50,11 @@ def look_inside(wheel: Path) -> None:
     library = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "trainstack").rglob("*.py")}
     strange = {name for name in names - library if ".dist-info/" not in name and not name.endswith("py.typed")}
     if library - names or strange:
-        sys.exit(f"the wheel lacks {sorted(library - names)} and has {sorted(strange)} beside the library")
+        sys.exit(f"the wheel lacks {sorted(library - names)} and has {sorted(strange)} in addition to the library")
 
 
 def install(wheel: Path, into: Path) -> Path:
-    """A fresh environment with the wheel and what it requires; returns its interpreter."""
+    """A fresh environment with the wheel and its requirements; returns its interpreter."""
     venv.create(into, with_pip=False)
     python = into / "bin" / "python"
     pip("--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel))
@@ -68,7 +68,7 @@ def install(wheel: Path, into: Path) -> Path:
 
 
 def requirements(of: Distribution, known: dict[str, Distribution]) -> dict[str, Distribution]:
-    """What a package requires without its extras, and what that requires, as they are installed here; by name."""
+    """The requirements of a package without its extras, and theirs, as installed here; by name."""
     for line in of.requires or ():
         needed = Requirement(line)
         name = re.sub(r"[-_.]+", "-", needed.name).lower()

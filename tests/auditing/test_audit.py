@@ -60,14 +60,14 @@ def blamed(findings: Any) -> list[str]:
     return [f"{finding.claim}: {finding.seen} (p = {finding.p_value})" for finding in findings if not finding.holds]
 
 
-# --- what it finds
+# --- faults that it finds
 
 
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize(
     ("how", "probe"), [(how, probe) for how, (_, must) in BROKEN.items() for probe in sorted(must)]
 )
-def test_what_is_broken_is_found_by_each_probe_that_should(how: str, probe: str) -> None:
+def test_a_fault_is_found_by_each_probe_for_it(how: str, probe: str) -> None:
     with broken(how):
         findings = PROBES[probe](AuditedRun(args=private(**SETTINGS.get(how, {}))))
     assert blamed([finding for finding in findings if finding.probe == probe])
@@ -78,7 +78,7 @@ def test_there_are_sixteen_ways_to_break_it() -> None:
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_what_is_right_is_not_blamed() -> None:
+def test_a_correct_mechanism_is_not_blamed() -> None:
     """Nothing is seeded: one audit in some 70,000 may fail here. `make bench ARGS=audit` makes forty."""
     report = audit(private())
     assert blamed(report.findings) == []
@@ -171,7 +171,7 @@ def test_one_vector_shows_at_its_displacement() -> None:
 # --- from guesses to epsilon
 
 
-def test_a_hundred_right_guesses_of_a_hundred_exclude_what_would_make_them_rare() -> None:
+def test_a_hundred_right_guesses_of_a_hundred_exclude_each_epsilon_that_makes_them_rare() -> None:
     """All right has the probability p^100 with p = e^epsilon / (1 + e^epsilon); 0.05 of that is the edge."""
     p = 0.05 ** (1 / 100)
     found = epsilon_at_least(0.0, canaries=100, guesses=100, right=100)
@@ -223,7 +223,7 @@ def test_an_audit_of_hardly_any_noise_finds_it_as_stated() -> None:
 
 
 def guessed(noise: float, stated: float, canaries: int = 10_000, seed: int = 0) -> Any:
-    """A single step that takes everyone, and whose noise is not what it is stated to be."""
+    """A single step with all records, whose noise differs from the stated one."""
     rng = np.random.default_rng(seed)
     coins = rng.random(canaries) < 0.5
     scores = coins + noise * rng.standard_normal(canaries)
@@ -239,7 +239,7 @@ def test_half_the_noise_of_a_single_step_is_proven_by_the_trade_off_and_not_by_o
     assert bounds.findings[1].p_value < 0.05 < bounds.findings[0].p_value
 
 
-def test_bounds_of_what_is_right_stay_below_what_is_stated() -> None:
+def test_bounds_of_a_correct_mechanism_stay_below_the_stated_epsilon() -> None:
     for seed in range(2):
         bounds = guessed(noise=2.0, stated=2.0, seed=seed)
         assert 0.3 < bounds.one_run < bounds.tradeoff < bounds.claimed
@@ -283,7 +283,7 @@ def test_a_module_whose_records_count_alone_is_not_blamed_and_left_as_it_was(tmp
 
 
 class Unrepeatable(Classifier):
-    """Draws noise from a generator that nobody can set back."""
+    """Draws noise from a generator that cannot be set back."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         noise = torch.from_numpy(np.random.default_rng().standard_normal(batch[0].shape)).float()
@@ -311,7 +311,7 @@ def test_dropout_and_augmentation_stay_on_and_are_not_blamed(tmp_path: Path) -> 
         ("half the steps charged", "every update is in the statement"),
     ],
 )
-def test_what_is_broken_shows_on_the_users_module_too(how: str, claim: str, tmp_path: Path) -> None:
+def test_a_fault_shows_on_the_users_module_too(how: str, claim: str, tmp_path: Path) -> None:
     with broken(how):
         report = audit_module(Wide(numbers(64)), private_run(tmp_path), rounds=1, records=20)
     assert claim in [finding.claim for finding in report.broken]
@@ -331,10 +331,10 @@ def test_a_module_that_couples_records_is_blamed(tmp_path: Path) -> None:
     assert "the gradients of other records change" in report.verdict
 
 
-# --- what is asked and told
+# --- arguments and reports
 
 
-def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
+def test_a_training_that_cannot_be_audited_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'sp' is not private"):
         audit(private(), "sp")
     with pytest.raises(ConfigurationError, match="'sp' is not private"):
@@ -349,7 +349,7 @@ def test_what_cannot_be_audited_is_refused(tmp_path: Path) -> None:
         audit(private(), dataset_size=50, train_batch_size=10)
 
 
-def test_a_bound_above_what_is_stated_is_no_proof_but_a_reason_to_look_again() -> None:
+def test_a_bound_above_the_stated_epsilon_asks_for_another_audit() -> None:
     bounds = {"epsilon_at_least": 1.9, "epsilon_at_least_tradeoff": 2.8}
     report = AuditReport(subject="sp-dp", findings=(), epsilon_claimed=2.0, delta=1e-6, **bounds)
     assert report.verdict == "nothing found"
@@ -357,7 +357,7 @@ def test_a_bound_above_what_is_stated_is_no_proof_but_a_reason_to_look_again() -
     assert "again" not in replace(report, epsilon_at_least_tradeoff=1.95).text
 
 
-def test_a_report_says_what_was_looked_at_and_what_follows() -> None:
+def test_a_report_names_its_measurements_and_conclusions() -> None:
     good = Finding(probe="noise", claim="it is new in every run", seen="correlation 0.01", p_value=0.3)
     bad = Finding(probe="noise", claim="it is new in every step", seen="correlation 1", p_value=1e-9)
     report = AuditReport(

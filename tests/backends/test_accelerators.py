@@ -152,7 +152,7 @@ def dtypes(values: Any) -> set[torch.dtype]:
 
 
 class NoFloat64(TorchDispatchMode):
-    """As MPS: what makes float64 of other floats raises. Tensors of Python numbers are on the host."""
+    """As MPS: a conversion of other floats to float64 raises. Tensors of Python numbers are on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -195,7 +195,7 @@ def test_sp_selects_its_device_and_gives_the_previous_one_back(gpu: PretendedGpu
     layer = SingleProcess()
     assert layer.open(asked).device == torch.device("cuda:1")
     assert gpu.index == 1
-    layer.open("cuda:0")  # opened anew without being closed
+    layer.open("cuda:0")  # opened again without being closed
     assert gpu.index == 0
     layer.close()
     layer.close()
@@ -253,7 +253,7 @@ def test_a_copy_out_of_a_pinned_buffer_ends_before_the_next_batch_is_asked_for(g
 def test_memory_that_is_not_pinned_is_not_waited_for(gpu: PretendedGpu) -> None:
     for batch in after_copies(iter([torch.ones(2), torch.ones(2)])):
         ts.move_to_device(batch, CUDA)
-    ts.move_to_device(next(refilled(gpu, 1)), CUDA)  # nobody is going to wait for this one
+    ts.move_to_device(next(refilled(gpu, 1)), CUDA)  # no caller waits for this one
     assert not {("record",), ("wait",)} & set(gpu.calls)
 
 

@@ -1,4 +1,4 @@
-"""`amp-apex`: which apex is there, what is said if it is the wrong one, and the layer on apex's own code."""
+"""`amp-apex`: the installed apex, the message for a wrong one, and the layer on apex's own code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Install = Callable[[dict[str, str]], Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put files where Python finds packages; what was imported of them is gone afterwards."""
+    """Put files where Python finds packages; their imports are removed afterwards."""
 
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] in ("apex", "amp_C")]:
@@ -194,7 +194,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_what_does_not_go_together() -> None:
+def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ts.BackendSpecError, match="fill the same slot"):
         ts.build_trainer_backend("sp-bf16-amp-apex")
     options = {"amp_apex": {"opt_level": "O1"}}
@@ -212,7 +212,7 @@ def test_the_argument_of_pymarlin_reaches_the_layer(tmp_path: Path) -> None:
     assert trainer.trainer_backend.get_state() == {"amp-apex": {"opt_level": "O2"}}
 
 
-# --- apex's own code, in a process of its own
+# --- apex's own code, in a separate process
 
 
 LEVELS: dict[str, dict[str, Any]] = {
@@ -281,8 +281,8 @@ def test_the_layer_on_apex_itself(level: str, suites: list[str], wheel: Path) ->
 @pytest.mark.processes
 @pytest.mark.spec("F109", "FN-32")
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.long), "O2"])
-def test_a_new_process_goes_on_exactly_from_every_step(level: str, wheel: Path, tmp_path: Path) -> None:
-    """O2 has the state of O1, the loss scaler's, and float32 copies of the weights besides."""
+def test_a_new_process_continues_exactly_from_every_step(level: str, wheel: Path, tmp_path: Path) -> None:
+    """O2 has the state of O1 (the loss scaler's) and float32 copies of the weights."""
     results: dict[str, str] = {}
     for what in ("unbroken", "resumed"):
         done = with_apex(wheel, level, "tests.helpers.apex_run", what, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A layer declares what it can do; a layer that a user wrote is treated like a built-in one that declares the same."""
+"""A layer declares its capabilities; a layer of a user is treated like a built-in one that declares the same."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_private_run_of_ones_own_layer_is_not_verified(tokens: None, tmp_path:
 
 
 @pytest.mark.processes
-def test_a_stack_is_driven_whatever_was_imported_of_the_library() -> None:
+def test_a_stack_is_driven_after_each_import_of_a_part_of_the_library() -> None:
     program = """
 from torch import nn, optim, zeros
 from trainstack.backends import TrainerBackendArguments, build_trainer_backend

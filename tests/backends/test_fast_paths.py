@@ -49,7 +49,7 @@ def test_a_graph_is_freed_and_gradients_add_up_as_with_backward() -> None:
 
 
 class OwnBackward(Tensor):
-    """A loss with a backward pass of its own."""
+    """A loss with its own backward pass."""
 
     called = 0
 
@@ -58,7 +58,7 @@ class OwnBackward(Tensor):
         super().backward(*args, **kwargs)
 
 
-def test_a_tensor_with_a_backward_of_its_own_is_asked_for_it() -> None:
+def test_the_own_backward_method_of_a_tensor_class_is_called() -> None:
     loss = torch.ones((), requires_grad=True).mul(2).as_subclass(OwnBackward)
     fast_backward(loss, torch.tensor(1.0))
     assert OwnBackward.called == 1
@@ -90,7 +90,7 @@ def test_a_module_is_called_as_it_is_while_a_hook_is_registered(register: Callab
     assert fast_call(module) == module.forward
 
 
-def test_a_module_with_a_call_of_its_own_is_called_by_it() -> None:
+def test_the_own_call_method_of_a_module_is_called() -> None:
     class Counting(nn.Linear):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return super().__call__(*args, **kwargs)
@@ -144,7 +144,7 @@ PRIVATE = (
 )
 """The private functions of torch that `fast_paths.py` calls."""
 PLAIN = ("_MODULE_CALLS_KNOWN", "_STEPS_KNOWN", "_MapFetcher")
-"""What it finds out about other private names when it is imported."""
+"""The other private names that it looks up when it is imported."""
 
 
 class Evaluated(Classifier):
@@ -175,7 +175,7 @@ def results(folder: Path, **changes: Any) -> list[Tensor]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls of private functions of torch, and of what a data set is asked one by one."""
+    """Counts the calls of private functions of torch, and the single reads of a data set."""
     calls: Counter[str] = Counter()
 
     def spy(owner: Any, name: str) -> None:

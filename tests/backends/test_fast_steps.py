@@ -1,4 +1,4 @@
-"""An optimizer is stepped without torch's wrappers where nobody would notice, and with them where somebody would."""
+"""An optimizer is stepped without torch's wrappers where no listener needs them, and with them otherwise."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_wrappers_of_this_torch_are_known(kind: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pre", "post", "global pre", "global post", "replaced", "subclass"])
-def test_whoever_listens_to_a_step_is_called(what: str) -> None:
+def test_each_listener_of_a_step_is_called(what: str) -> None:
     calls = []
 
     class Own(torch.optim.SGD):
@@ -132,9 +132,11 @@ def test_clipping_gives_the_bits_of_torch(scale: float, limit: float, dtype: tor
         assert torch.equal(one.grad.nan_to_num(-1), other.grad.nan_to_num(-1))
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("dense_too", [True, False])
 @pytest.mark.parametrize("rows", [[1, 3], [1, 1, 3]])
-def test_clipping_by_value_sees_a_sparse_gradient_as_the_sum_that_it_stands_for(rows: list[int], beside: bool) -> None:
+def test_clipping_by_value_sees_a_sparse_gradient_as_the_sum_that_it_stands_for(
+    rows: list[int], dense_too: bool
+) -> None:
     """Row 1 is looked up once, or twice: then neither part of its gradient exceeds the limit, and the sum does."""
     embedding, usual = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2)
     linear = nn.Linear(2, 1)
@@ -142,13 +144,13 @@ def test_clipping_by_value_sees_a_sparse_gradient_as_the_sum_that_it_stands_for(
         one(torch.tensor(rows)).mul(torch.tensor([0.3, -0.9])).sum().backward()
     linear.weight.grad = torch.full((1, 2), 7.0)
     clipping = Clipping(kind="value", limit=0.5)
-    clip_gradients([embedding.weight, *([linear.weight] if beside else [])], clipping)
+    clip_gradients([embedding.weight, *([linear.weight] if dense_too else [])], clipping)
     clip_gradients([usual.weight], clipping)
 
     assert embedding.weight.grad is not None
     assert embedding.weight.grad.is_sparse
     assert torch.equal(embedding.weight.grad.to_dense(), usual.weight.grad)  # type: ignore[arg-type]
-    assert linear.weight.grad.tolist() == [[0.5, 0.5] if beside else [7.0, 7.0]]
+    assert linear.weight.grad.tolist() == [[0.5, 0.5] if dense_too else [7.0, 7.0]]
 
 
 def test_an_embedding_with_sparse_gradients_is_trained_with_values_clipped(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def check_both_reach(holder: str, rng: Any) -> None:
     assert not seeded.unsearched
 
 
-def test_what_classes_and_functions_name_is_reached() -> None:
+def test_generators_named_by_classes_and_functions_are_reached() -> None:
     found = find_generators(OfClass(), OfClass).by_path
 
     assert found == {
@@ -258,7 +258,7 @@ def test_a_search_ends(make: Callable[[], Any]) -> None:
     assert time.process_time() - start < 3
 
 
-def test_what_is_too_much_is_named() -> None:
+def test_an_object_that_is_too_large_is_named() -> None:
     many = [[Box([random.Random(0)]) for _ in range(100)] for _ in range(100)]
     found = find_generators(owner=many)
 

@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 
 class WithDefaults(dict[str, Any]):
-    """A constructor that takes no mapping, and something beside the items."""
+    """A constructor that takes no mapping, and an attribute in addition to the items."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(x=torch.zeros(size))
@@ -84,20 +84,20 @@ def test_a_mapping_keeps_its_class(batch: Mapping[str, Any]) -> None:
     assert batch["x"].device.type == "cpu"
 
 
-def test_what_a_mapping_holds_beside_its_items_comes_along() -> None:
+def test_attributes_of_a_mapping_are_copied_too() -> None:
     assert ts.move_to_device(WithDefaults("train", 2), META).name == "train"
     assert ts.move_to_device(defaultdict(list), META)["missing"] == []
     assert ts.move_to_device(ItsOwnAttributes(x=torch.ones(2)), META).x.device.type == "meta"
 
 
-def test_a_list_of_a_class_of_its_own_needs_no_call_of_its_constructor() -> None:
+def test_a_subclass_of_list_needs_no_call_of_its_constructor() -> None:
     moved = ts.move_to_device(Boxes((4, 3), [torch.ones(4)]), META)
 
     assert type(moved) is Boxes
     assert (moved.size, moved[0].device.type) == ((4, 3), "meta")
 
 
-def test_tuples_and_what_they_hold() -> None:
+def test_tuples_and_their_items() -> None:
     moved = ts.move_to_device((Message(torch.ones(1), "a"), [torch.ones(1)], torch.Size([2, 3]), None), META)
 
     assert type(moved) is tuple

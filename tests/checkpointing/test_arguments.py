@@ -52,7 +52,7 @@ from trainstack.errors import ConfigurationError
     ],
     ids=str,
 )
-def test_wrong_arguments_say_what_to_write(fields: dict[str, Any]) -> None:
+def test_wrong_arguments_are_answered_with_a_correction(fields: dict[str, Any]) -> None:
     name, value = next(iter(fields.items()))
     with pytest.raises(ConfigurationError, match=rf"^{name}={re.escape(repr(value))}: .*Write "):
         DefaultCheckpointerArguments(**fields)

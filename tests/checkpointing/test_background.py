@@ -1,4 +1,4 @@
-"""Saving in the background: what is written is what was there when `save` was called, and no failure is lost."""
+"""Saving in the background writes the state at the call of `save`, and loses no failure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_background(directory: Path) -> DefaultCheckpointer:
     return DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(directory), async_save=True))
 
 
-def test_what_changes_after_save_returned_is_not_in_the_checkpoint(tmp_path: Path, gate: Gate) -> None:
+def test_changes_after_save_returned_are_not_in_the_checkpoint(tmp_path: Path, gate: Gate) -> None:
     one, state = in_background(tmp_path), make_checkpoint(1, step=1)
     assert state.module_interface_state is not None
     assert state.trainer_state is not None
@@ -87,7 +87,7 @@ def test_the_files_are_those_of_a_save_in_the_foreground(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("then", ["save", "save_model", "load"])
-def test_nothing_else_is_done_before_the_save_under_way_is_through(
+def test_nothing_else_begins_before_the_running_save_has_ended(
     tmp_path: Path, gate: Gate, then: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = in_background(tmp_path)
@@ -149,7 +149,7 @@ def test_a_failure_that_is_not_ours_is_named_as_the_cause(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_abandoned_leaves_no_trace(tmp_path: Path, gate: Gate) -> None:
+def test_an_abandoned_save_leaves_no_trace(tmp_path: Path, gate: Gate) -> None:
     one = in_background(tmp_path)
     gate.opened.set()
     one.save(make_checkpoint(1, step=1), 1)

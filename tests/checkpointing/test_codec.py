@@ -214,7 +214,7 @@ class OwnDict(dict[str, int]):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_stored_is_named_with_its_place(value: Any, words: str) -> None:
+def test_a_value_that_cannot_be_stored_is_named_with_its_place(value: Any, words: str) -> None:
     with pytest.raises(UnsupportedStateError) as caught:
         StateEncoder().encode({"optimizers": [{"state": {3: {"foo": value}}}]}, "trainer_state")
     message = str(caught.value)

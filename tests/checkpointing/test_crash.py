@@ -1,4 +1,4 @@
-"""A save that is cut short anywhere leaves a directory from which training goes on."""
+"""A save that is interrupted anywhere leaves a directory from which training continues."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def save(mark: int, directory: Path, name: str, in_background: bool) -> None:
 
 
 def expect_recovery(directory: Path) -> None:
-    """The next run goes on, and clears everything away that the last one left."""
+    """The next run continues, and removes everything that the last one left."""
     save_next(directory, 7)
     assert newest(directory) == 7
     assert not list(directory.glob(".*"))

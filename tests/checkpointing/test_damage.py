@@ -1,4 +1,4 @@
-"""Whatever happens to a file of a checkpoint is noticed, and the one before it is used."""
+"""Any damage to a file of a checkpoint is noticed, and the checkpoint before it is used."""
 
 from __future__ import annotations
 

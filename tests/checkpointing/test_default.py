@@ -1,4 +1,4 @@
-"""When `DefaultCheckpointer` saves, under which name, and what it loads."""
+"""When `DefaultCheckpointer` saves, under which name, and the checkpoint that it loads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkpointer(directory: Path | None, **fields: Any) -> DefaultCheckpointer:
 
 
 def names(directory: Path) -> list[str]:
-    """What lies in `directory`, but for the pointers."""
+    """The entries of `directory`, without the pointers."""
     return sorted(path.name for path in directory.iterdir() if path.name.split("-")[-1] not in ("last", "best"))
 
 
@@ -132,7 +132,7 @@ def test_load_without_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [True, "auto", "last", "best"])
 @pytest.mark.parametrize("named", [None, "checkpoint-000001"])
-def test_a_run_that_came_from_load_dir_goes_on_from_its_own_checkpoints(
+def test_a_run_that_came_from_load_dir_continues_from_its_own_checkpoints(
     tmp_path: Path, resume: Any, named: str | None
 ) -> None:
     def one() -> DefaultCheckpointer:
@@ -153,7 +153,7 @@ def test_a_run_that_came_from_load_dir_goes_on_from_its_own_checkpoints(
     assert mark_of(one().load(False)) == 1
 
 
-def test_a_name_in_the_own_directory_is_what_is_loaded(tmp_path: Path) -> None:
+def test_a_name_in_the_own_directory_is_loaded(tmp_path: Path) -> None:
     one = checkpointer(tmp_path, load_dir=str(tmp_path), load_filename="checkpoint-000001")
     one.save(make_checkpoint(1), 1)
     one.save(make_checkpoint(2), 2)
@@ -162,7 +162,7 @@ def test_a_name_in_the_own_directory_is_what_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.spec("F115")
 @pytest.mark.spec("PMT-14")
-def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for load_dir in ("empty", "mistyped"):
         one = checkpointer(tmp_path, load_dir=str(tmp_path / load_dir))
@@ -244,7 +244,7 @@ def test_deleting_existing_checkpoints_touches_nothing_else(tmp_path: Path) -> N
     assert names(tmp_path) == sorted({*before, "checkpoint-000003", "checkpoint-000004"} - {"checkpoint-000001"})
 
 
-def test_deleting_what_is_to_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_deleting_the_checkpoint_to_load_is_refused(tmp_path: Path) -> None:
     saved = checkpointer(tmp_path / "a").save(make_checkpoint(1), 1)
     fresh = checkpointer(tmp_path / "a", delete_existing_checkpoints=True)
     for resume in (True, "auto", saved, tmp_path / "a"):

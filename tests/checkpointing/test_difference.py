@@ -25,7 +25,7 @@ def words(one: Any, other: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("container", [list, tuple, deque, lambda items: deque(items, maxlen=3)])
-def test_a_tensor_is_compared_in_every_bit_whatever_holds_it(container: Any) -> None:
+def test_a_tensor_is_compared_in_every_bit_in_each_container(container: Any) -> None:
     assert words(container([filled(0)]), container([filled(7)])) == [
         "x[0]: 1 elements differ, by at most 7 (float32 [5000])"
     ]
@@ -44,7 +44,7 @@ def test_two_defaultdicts_with_other_factories_differ() -> None:
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])
-def test_sets_are_the_same_in_whatever_order_they_were_filled(kind: Any) -> None:
+def test_sets_are_the_same_in_any_order_of_insertion(kind: Any) -> None:
     forth, back = [set(), set()]
     for number in (0, 8, 16):
         forth.add(number)

@@ -23,7 +23,7 @@ def code_of(readme: str) -> str:
 
 
 def load_by_the_readme(export: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Do what README.md says, in its folder; returns its text."""
+    """Run the code of README.md in its folder; returns its text."""
     text = (export / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(export)
     exec(code_of(text), {"model": model})
@@ -31,7 +31,7 @@ def load_by_the_readme(export: Path, model: nn.Module, monkeypatch: pytest.Monke
 
 
 @pytest.mark.spec("PMT-13", "HZ-34", "FN-43")
-def test_a_trainers_export_says_what_it_is_and_how_to_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainers_export_describes_itself_and_how_to_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Classifier(validate=True)
     trainer = train(module, tmp_path, epochs=2)
     trainer.export(tmp_path / "deep" / "export")
@@ -87,7 +87,7 @@ def test_the_readme_is_the_users_to_edit(tmp_path: Path) -> None:
     assert ts.verify_checkpoint(export).kind == "model"
 
 
-def test_an_export_of_another_state_is_kept_with_what_was_added_to_it(tmp_path: Path) -> None:
+def test_an_export_of_another_state_is_kept_with_files_added_to_it(tmp_path: Path) -> None:
     path = ts.export_model({"w": torch.tensor(1.0)}, tmp_path / "model")
     for name in ("README.md", "tokenizer.json"):
         (path / name).write_text("mine")

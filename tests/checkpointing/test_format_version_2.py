@@ -197,7 +197,7 @@ def test_a_checkpoint_is_read_back_from_the_disk(tmp_path: Path, monkeypatch: py
         advise(descriptor, *rest)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    os.mkfifo(path / "fifo")  # which nobody writes to
+    os.mkfifo(path / "fifo")  # without a writer
     assert read_back(path) is None
     assert sorted(dropped) == sorted(file.name for file in path.iterdir() if file.is_file())
     flip_bit(path / "state.json", 5)

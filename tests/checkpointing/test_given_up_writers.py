@@ -1,4 +1,4 @@
-"""A process that was given up does not replace what its successor has written meanwhile (H-5)."""
+"""A process that was given up does not replace a checkpoint that its successor has written (H-5)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainstack.checkpointing import filesystem, read_checkpoint, write_checkpoi
 from trainstack.errors import CheckpointError
 
 
-def write_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Any) -> Path:
-    """Write step 40; before its directory is renamed, `meanwhile` is called."""
-    sync, calls = filesystem.sync_directory, [meanwhile]
+def write_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Any) -> Path:
+    """Write step 40; before its directory is renamed, `before_rename` is called."""
+    sync, calls = filesystem.sync_directory, [before_rename]
 
     def slow(path: Path) -> None:
         if calls:

@@ -173,7 +173,7 @@ def test_a_manifest_field_of_another_type_is_damage(path: Path, changes: dict[st
     "content", [b"[]", b"3", b"null", b'"x"', b"", b"\0", b"[" * 100_000, b'{"a":' * 100_000, b"{" + b'"a":0,' * 9]
 )
 @pytest.mark.parametrize("signed", [False, True])
-def test_a_manifest_that_is_no_object_is_damage(path: Path, content: bytes, signed: bool) -> None:
+def test_a_manifest_other_than_an_object_is_damage(path: Path, content: bytes, signed: bool) -> None:
     tail = b',\n "manifest_xxh3_128": "' + hostile_checkpoints.digest(content + b"\n}\n").encode() + b'"\n}\n'
     (path / "MANIFEST.json").write_bytes(content + tail if signed else content)
     with pytest.raises(CheckpointDamagedError, match=r"MANIFEST\.json"):

@@ -25,7 +25,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.mark.spec("HZ-34")
-def test_a_trainer_pushes_what_it_exports(hub: Hub, tmp_path: Path) -> None:
+def test_a_trainer_pushes_its_exports(hub: Hub, tmp_path: Path) -> None:
     trainer = train(Classifier(), tmp_path)
     url = trainer.push_to_hub("me/line", endpoint=hub.url, token="hf_secret", commit_message="First", private=True)
 
@@ -54,7 +54,7 @@ def test_an_export_is_pushed_into_a_repository_that_exists_and_to_a_branch(hub: 
     assert [commit["revision"] for commit in hub.commits] == ["main", "try"]
 
 
-def test_what_the_server_refuses_is_an_error(hub: Hub, tmp_path: Path) -> None:
+def test_a_refusal_of_the_server_is_an_error(hub: Hub, tmp_path: Path) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     path = ts.export_model(torch.nn.Linear(2, 1), tmp_path / "line")

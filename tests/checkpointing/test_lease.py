@@ -40,7 +40,7 @@ def take(tmp_path: Path) -> Iterator[Callable[..., Lease]]:
 
 
 def leave_dead(directory: Path, **changes: Any) -> lease_file.LeaseRecord:
-    """A lease that nobody renews, of another machine unless `changes` say otherwise."""
+    """A lease that is not renewed, of another machine unless `changes` say otherwise."""
     mine = {**lease_file.this_process(), "host": "elsewhere", "machine": "another", "pid": 7}
     record = lease_file.LeaseRecord(
         **{**mine, "counter": 3, "token": "t", "run_id": None, "timeout_s": SHORT_S, **changes}
@@ -210,7 +210,7 @@ def test_a_directory_that_was_deleted_is_owned_again(tmp_path: Path, take: Calla
     assert [path.name for path in (tmp_path / "a").iterdir()] == [".lease-000000002.json"]
     for path in (tmp_path / "a").iterdir():
         path.unlink()
-    leave_dead(tmp_path / "a", counter=1)  # somebody else was quicker
+    leave_dead(tmp_path / "a", counter=1)  # another process was quicker
     with pytest.raises(LeaseError, match="or its lease was deleted"):
         one.verify()
 
@@ -297,7 +297,7 @@ def test_a_timeout_that_others_do_not_believe_is_refused(tmp_path: Path, take: C
             take(tmp_path / "other", timeout_s=timeout_s)
 
 
-def test_the_counter_ends_with_an_error_and_other_numbers_are_no_leases(
+def test_the_counter_ends_with_an_error_and_other_numbers_are_not_leases(
     tmp_path: Path, take: Callable[..., Lease]
 ) -> None:
     for digits in ("1" * 19, "0" * 9 + "5", "12"):
@@ -374,7 +374,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, take: Calla
         take(tmp_path / "file")
 
 
-# --- what is written under a lease -------------------------------------------------------------------------
+# --- writes under a lease ------------------------------------------------------------------------------------
 
 
 def save(directory: Path, owner: Lease | None, mark: int, step: int = 1) -> None:

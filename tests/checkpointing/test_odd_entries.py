@@ -150,7 +150,7 @@ def odd_names() -> dict[str, str]:
 
 
 def use(root: Path, entry: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
-    """Load, list, verify, `ls` and save beside `entry`; all of them find the intact checkpoints."""
+    """Load, list, verify, `ls` and save with `entry` there; all of them find the intact checkpoints."""
     saver = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(root)))
     began = time.process_time()
     assert mark_of(saver.load("auto")) == 2
@@ -207,7 +207,7 @@ def test_an_odd_entry_is_named_once(root: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(not hasattr(os, "setuid") or os.getuid() != 0, reason="needs root, to become somebody else")
+@pytest.mark.skipif(not hasattr(os, "setuid") or os.getuid() != 0, reason="needs root, to become another user")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_folder_that_may_not_be_entered_is_passed_over(root: Path) -> None:
     (root / "lost+found").mkdir(mode=0o700)
@@ -216,7 +216,7 @@ def test_a_folder_that_may_not_be_entered_is_passed_over(root: Path) -> None:
         if folder.owner() == "root" and folder != Path("/") and folder != Path("/tmp"):
             os.chmod(folder, 0o755)
     os.chmod(root, 0o777)
-    # Now: Python may be installed where somebody else reads no module or codec that is still to be imported.
+    # Now: Python may be installed where another user cannot read modules or codecs that are still to be imported.
     assert mark_of(DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(root))).load("auto")) == 2
     child = os.fork()
     if child == 0:

@@ -110,7 +110,7 @@ def test_in_place_of_a_file_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", ".metadata", "rng_state.pth", "README.md"])
-def test_beside_the_files_of_a_checkpoint(name: str, bomb: Bomb, tmp_path: Path) -> None:
+def test_a_pickle_among_the_files_of_a_checkpoint(name: str, bomb: Bomb, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Classifier(), tmp_path / "in", checkpointer_args=saving)
     checkpoint = tmp_path / "in" / "checkpoints" / "checkpoint-000000006"

@@ -219,7 +219,7 @@ def test_the_commands_read_addresses(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "memory://bucket/none" in capsys.readouterr().err
 
 
-def test_a_signature_and_what_it_covers_go_with_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signature_and_its_files_are_copied_with_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also files that no manifest lists, such as the config.json of an export."""
     pytest.importorskip("cryptography", reason="signatures need pip install trainstack[sign]")
     public = ts.checkpointing.make_key(tmp_path / "key")

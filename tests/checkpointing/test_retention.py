@@ -1,4 +1,4 @@
-"""Which checkpoints remain after a save, which is the best, and what the pointers say."""
+"""Which checkpoints remain after a save, which is the best, and the targets of the pointers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pointed(path: Path) -> int:
     return int(body["global_step"])
 
 
-# --- what remains ------------------------------------------------------------------------------------------
+# --- kept checkpoints---------------------------------------------------------------------------------------
 
 
 def test_by_default_the_last_two_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ VALUES = st.lists(st.one_of(st.none(), st.sampled_from([NAN, INF, -INF]), st.int
 @pytest.mark.spec("F208", "F409")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=VALUES, last=st.integers(1, 3), best=st.integers(0, 3), mode=st.sampled_from(["min", "max"]))
-def test_what_remains_is_the_last_n_and_the_best_k(
+def test_the_last_n_and_the_best_k_remain(
     tmp_path: Path, values: list[float | None], last: int, best: int, mode: Any
 ) -> None:
     directory = tmp_path / str(next(COUNT))
-    for step, value in enumerate(values):  # a new process each time: nothing is remembered but what is on the disk
+    for step, value in enumerate(values):  # a new process each time: its only memory is the disk
         checkpointer(directory, keep_last=last, keep_best=best, mode=mode).save(measured(step, value), step)
     finite = [(v if mode == "min" else -v, s) for s, v in enumerate(values) if v is not None and math.isfinite(v)]
     expected = {*range(len(values))[-last:], *(step for _, step in sorted(finite)[:best])}
@@ -147,17 +147,17 @@ def test_what_remains_is_the_last_n_and_the_best_k(
 COUNT = itertools.count()
 
 
-def test_retention_goes_on_with_what_earlier_processes_left(tmp_path: Path) -> None:
+def test_retention_includes_checkpoints_of_earlier_processes(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [2.0, 1.0, 3.0, 4.0])
     resumed = checkpointer(tmp_path, keep_last=1, keep_best=1)
     assert mark_of(resumed.load(True)) == 4
     resumed.begin_run(resumed=True)
-    assert steps(tmp_path) == {2, 4}  # also what an interrupted run could not delete any more
+    assert steps(tmp_path) == {2, 4}  # also a checkpoint that an interrupted run had no time to delete
     resumed.save(measured(5, 5.0), 5)
     assert steps(tmp_path) == {2, 5}
 
 
-# --- what is never deleted ---------------------------------------------------------------------------------
+# --- checkpoints that are never deleted------------------------------------------------------------------------------
 
 
 def test_only_checkpoints_of_this_run_and_prefix_are_deleted(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_only_checkpoints_of_this_run_and_prefix_are_deleted(tmp_path: Path) -> 
     assert pointed(tmp_path / "other-last") == 101
 
 
-def test_a_run_that_came_from_elsewhere_leaves_what_it_finds(tmp_path: Path) -> None:
+def test_a_run_that_came_from_elsewhere_keeps_existing_checkpoints(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path / "a"), [1.0, 2.0])
     save_all(checkpointer(tmp_path / "b"), [1.0])
     saver = checkpointer(tmp_path / "a", keep_last=1)
@@ -189,19 +189,19 @@ def test_a_run_that_came_from_elsewhere_leaves_what_it_finds(tmp_path: Path) -> 
 @pytest.mark.parametrize("how", ["by the arguments", "by hand"])
 def test_a_run_keeps_its_own_checkpoints_where_the_earlier_runs_were_deleted(tmp_path: Path, how: str) -> None:
     save_all(checkpointer(tmp_path), [1.0, 2.0])
-    afresh = checkpointer(tmp_path, keep_last=1, delete_existing_checkpoints=how == "by the arguments")
-    afresh.begin_run(resumed=False)
+    fresh = checkpointer(tmp_path, keep_last=1, delete_existing_checkpoints=how == "by the arguments")
+    fresh.begin_run(resumed=False)
     if how == "by hand":
         for info in list_checkpoints(tmp_path):
             shutil.rmtree(info.path)
-    save_all(afresh, [3.0, 4.0], first=7)
+    save_all(fresh, [3.0, 4.0], first=7)
 
     assert steps(tmp_path) == {8}
     assert pointed(tmp_path / "last") == 8
     assert mark_of(checkpointer(tmp_path).load(True)) == 8
 
 
-def test_a_run_that_begins_afresh_beside_an_earlier_ones_checkpoints_says_so(
+def test_a_fresh_run_among_checkpoints_of_an_earlier_one_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = checkpointer(tmp_path)
@@ -210,18 +210,18 @@ def test_a_run_that_begins_afresh_beside_an_earlier_ones_checkpoints_says_so(
     checkpointer(tmp_path).begin_run(resumed=True)
     checkpointer(tmp_path, delete_existing_checkpoints=True).begin_run(resumed=False)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    afresh = checkpointer(tmp_path)
-    afresh.begin_run(resumed=False)
+    fresh = checkpointer(tmp_path)
+    fresh.begin_run(resumed=False)
     (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     newest = tmp_path / "checkpoint-000000002"
     assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run neither goes on from there nor")
     assert f"To go on from the newest write resume='{newest}'; to keep runs apart give this one another" in said
     assert mark_of(checkpointer(tmp_path).load(newest)) == 2
-    save_all(afresh, [7.0])
+    save_all(fresh, [7.0])
     found = [(info.global_step, info.metrics["val/loss"]) for info in list_checkpoints(tmp_path)]
     assert found == [(1, 1.0), (2, 2.0), (1, 7.0)]  # of the same step, the earlier run's is not replaced
-    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-000000001.{str(afresh.run_id)[:8]}"
-    save_all(afresh, [8.0])
+    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-000000001.{str(fresh.run_id)[:8]}"
+    save_all(fresh, [8.0])
     found = [(info.global_step, info.metrics["val/loss"]) for info in list_checkpoints(tmp_path)]
     assert found == [(1, 1.0), (2, 2.0), (1, 8.0)]  # its own is
 
@@ -242,9 +242,9 @@ def test_a_pinned_step_that_is_saved_again_stays_pinned(tmp_path: Path) -> None:
     save_all(saver, [2.0, 3.0], first=2)
     assert steps(tmp_path) == {1, 3}
     assert list_checkpoints(tmp_path)[0].metrics["val/loss"] == 0.5
-    afresh = checkpointer(tmp_path, keep_last=1)
-    afresh.begin_run(resumed=False)
-    save_all(afresh, [1.0, 2.0])  # its own step 1 is not pinned
+    fresh = checkpointer(tmp_path, keep_last=1)
+    fresh.begin_run(resumed=False)
+    save_all(fresh, [1.0, 2.0])  # its own step 1 is not pinned
     assert [info.global_step for info in list_checkpoints(tmp_path)] == [1, 3, 2]
 
 
@@ -296,10 +296,10 @@ def test_a_deletion_is_durable_before_the_first_file_is_gone(tmp_path: Path, mon
     instrument(monkeypatch, lambda number, name, args: calls.append(name))
     save_all(saver, [2.0], first=2)
     assert calls[-3:] == ["rename", "sync_directory", "remove_tree"]
-    assert calls.index("replace") < len(calls) - 3  # the pointers no longer name what is about to go
+    assert calls.index("replace") < len(calls) - 3  # the pointers no longer name a checkpoint that is deleted next
 
 
-def test_what_fails_after_a_save_is_a_warning(
+def test_a_failure_after_a_save_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -376,7 +376,7 @@ def test_the_best_is_found_without_reading_a_tensor(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "content", [b"", b"\0\0\0", b'{"format": "trainstack-pointer", "che'], ids=["none", "0", "torn"]
 )
-def test_a_torn_pointer_misleads_nobody_and_is_mended(tmp_path: Path, content: bytes) -> None:
+def test_a_torn_pointer_is_ignored_and_mended(tmp_path: Path, content: bytes) -> None:
     save_all(checkpointer(tmp_path), [2.0, 1.0, 3.0])
     for kind, mark in (("last", 3), ("best", 2)):
         (tmp_path / kind).write_bytes(content)
@@ -413,21 +413,21 @@ def test_a_file_of_ones_own_is_not_taken_for_a_pointer(tmp_path: Path) -> None:
     assert steps(tmp_path) == {1, 2}
 
 
-def test_a_run_that_begins_afresh_takes_away_the_earlier_runs_pointers(tmp_path: Path) -> None:
+def test_a_fresh_run_removes_the_pointers_of_an_earlier_run(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [2.0, 1.0])
-    afresh = checkpointer(tmp_path, keep_last=1)
-    afresh.begin_run(resumed=False)
+    fresh = checkpointer(tmp_path, keep_last=1)
+    fresh.begin_run(resumed=False)
     assert not (tmp_path / "last").exists()
     assert not (tmp_path / "best").exists()
-    assert afresh.last() is None
-    assert afresh.best() is None
+    assert fresh.last() is None
+    assert fresh.best() is None
     for resume in ("best", "last", tmp_path / "best"):
         with pytest.raises(CheckpointNotFoundError, match="one of another run, name it: resume="):
-            afresh.load(resume)
+            fresh.load(resume)
     assert steps(tmp_path) == {1, 2}
 
 
-def test_resuming_from_the_best_where_nothing_was_measured_says_what_was(tmp_path: Path) -> None:
+def test_resuming_from_the_best_without_a_measurement_names_the_recorded_metrics(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [None, NAN])
     with pytest.raises(CheckpointNotFoundError, match=r"finite value of 'val/loss'.*Metrics in them: train/loss, val"):
         checkpointer(tmp_path).load("best")
@@ -467,7 +467,7 @@ def test_a_metric_that_is_not_measured_is_said_once(tmp_path: Path, caplog: pyte
     assert "Measured there: train/loss, val/loss" in caplog.text
 
 
-def test_nothing_is_said_where_nobody_asked_for_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_where_the_best_is_not_requested(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainstack"):
         save_all(checkpointer(tmp_path), [None, None])
     assert caplog.text == ""

@@ -1,4 +1,4 @@
-"""Which run a directory belongs to: entries of kind "begin", run ids, and what happens when they are damaged."""
+"""The run that a directory belongs to: entries of kind "begin", run ids, and their damage."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_its_id(tmp_path
     again.begin_run(resumed=False)
     assert again.run_id == first.run_id
     assert len(begun(tmp_path)) == 1
-    afresh = run_once(tmp_path)  # with resume=False it is another one
-    assert afresh.run_id != first.run_id
+    fresh = run_once(tmp_path)  # with resume=False it is another one
+    assert fresh.run_id != first.run_id
 
 
 def test_an_earlier_run_that_is_named_is_the_run_of_the_directory_again(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_damaged_beginning_before_the_newest_checkpoint_does_no_harm(tmp_path:
     assert [info.global_step for info in list_checkpoints(tmp_path)] == [1, 3]
 
 
-def test_a_beginning_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_beginning_is_not_a_checkpoint(tmp_path: Path) -> None:
     run_once(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="marks the beginning of a run"):
         checkpointer(tmp_path).load(begun(tmp_path)[0])
@@ -261,7 +261,7 @@ def test_a_save_of_the_owner_lists_the_checkpoints_once(
     assert saver.last() == infos[-1]
 
 
-def test_what_a_save_adds_to_a_list_of_checkpoints_is_what_a_scan_finds(tmp_path: Path) -> None:
+def test_the_list_of_checkpoints_after_a_save_equals_a_scan(tmp_path: Path) -> None:
     run_once(tmp_path, 1, 2)
     flip_bit(tmp_path / "checkpoint-000000001" / "MANIFEST.json", 40)
     for step in (3, 1, 2):  # a new one, one in place of a damaged one, one in place of an intact one

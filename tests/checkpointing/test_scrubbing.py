@@ -47,7 +47,7 @@ def done(scrub: BackgroundScrub) -> None:
     assert not scrub._thread.is_alive()
 
 
-def test_results_are_kept_beside_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_kept_in_the_folder_of_the_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 1)
     sharded = write_sharded(make_checkpoint(2, step=2), tmp_path, "checkpoint-000000002", 2)
     assert main(["checkpoints", "scrub", str(tmp_path)]) == 0
@@ -90,7 +90,9 @@ def test_a_damaged_file_of_results_is_an_empty_one(tmp_path: Path, content: str)
     assert set(read_results(tmp_path)) == {"checkpoint-000000001"}
 
 
-def test_what_retention_deletes_meanwhile_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_retention_deletes_during_a_scrub_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (path,) = write(tmp_path, 1)
 
     def delete(where: Path, pace: Pace) -> str:
@@ -166,7 +168,7 @@ class TestBesideATraining:
         assert caplog.text.count("a stored checkpoint is damaged: ") == 1
         assert "state.json is damaged" in caplog.text
 
-    def test_what_is_not_due_is_not_read(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_that_is_not_due_is_not_read(self, tmp_path: Path) -> None:
         checkpointer = self.saver(tmp_path, scrub_every_s=3600)
         for step in (1, 2):
             checkpointer.save(make_checkpoint(step, step=step), step)
@@ -221,7 +223,7 @@ class TestBesideATraining:
 
 
 def _by_results(info: Any, results: dict[str, ScrubResult]) -> datetime:
-    """As `read_at`, by steps in place of the clock: what was read is due again much later."""
+    """As `read_at`, by steps in place of the clock: a checkpoint that was read is due again much later."""
     days = info.global_step + (1000 if info.path.name in results else 0)
     return datetime(2020, 1, 1, tzinfo=timezone.utc) + timedelta(days=days)
 

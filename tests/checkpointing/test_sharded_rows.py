@@ -26,7 +26,7 @@ class Mesh:
 
 
 class Divided:
-    """What `own_rows` asks of a DTensor."""
+    """The attributes of a DTensor that `own_rows` reads."""
 
     def __init__(self, whole: torch.Tensor, mesh: Mesh, placements: list[Any]) -> None:
         self.device_mesh, self.placements, self.shape, self._local = mesh, placements, whole.shape, whole
@@ -66,7 +66,7 @@ def test_a_tensor_without_dimensions_is_written_once() -> None:
 
 
 @pytest.mark.parametrize("placements", [[Shard(1)], [Partial()], [Shard(0), Shard(0)]])
-def test_what_is_divided_otherwise_has_to_be_whole(placements: list[Any]) -> None:
+def test_a_tensor_that_is_divided_otherwise_has_to_be_whole(placements: list[Any]) -> None:
     sizes = (2,) * len(placements)
     tensor = Divided(torch.ones(4, 4), Mesh(sizes, (0,) * len(placements)), [Replicate()] * len(placements))
     tensor.placements = placements

@@ -78,7 +78,7 @@ def signed(request: pytest.FixtureRequest, tmp_path: Path, key: Path) -> Path:
     return path
 
 
-def test_what_was_signed_is_proved(signed: Path, key: Path) -> None:
+def test_signed_files_are_proved(signed: Path, key: Path) -> None:
     found = verify_signature(signed, public(key))
 
     content = manifest.read(signed / "MANIFEST.json")
@@ -257,8 +257,8 @@ def test_tampering_is_named(signed: Path, key: Path, tamper: Callable[[Path], st
         verify_signature(signed, public(key))
 
 
-def test_the_key_of_somebody_else_is_refused(signed: Path, key: Path, tmp_path: Path) -> None:
-    """Also where the attacker signs anew, or puts the fingerprint of the right key into a signature by another one."""
+def test_the_key_of_another_person_is_refused(signed: Path, key: Path, tmp_path: Path) -> None:
+    """Also where the attacker signs again, or puts the fingerprint of the right key into a signature by another one."""
     other = make_key(tmp_path / "other").with_name("other")
     with pytest.raises(SignatureError, match=r"was signed by the key [0-9a-f]{64}, and .*other\.pub is the key"):
         verify_signature(signed, public(other))

@@ -1,4 +1,4 @@
-"""Tensor files are safetensors files: what we write others read, and the reverse."""
+"""Tensor files are safetensors files: the safetensors package reads ours, and we read its files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def record_of(data: bytes) -> FileRecord:
     return FileRecord(size=len(data), hash=digest(data))
 
 
-def test_the_safetensors_package_reads_what_we_write(tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_our_files(tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", TENSORS)
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert found.keys() == TENSORS.keys()
@@ -56,7 +56,7 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_tensors, map_tensors])
-def test_we_read_what_the_safetensors_package_writes(tmp_path: Path, read: Reader) -> None:
+def test_we_read_files_of_the_safetensors_package(tmp_path: Path, read: Reader) -> None:
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({name: t.contiguous() for name, t in TENSORS.items()}, path, {"format": "pt"})
     data = path.read_bytes()

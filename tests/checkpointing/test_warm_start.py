@@ -1,4 +1,4 @@
-"""Weights from elsewhere: what fits is loaded, what does not is reported."""
+"""Weights from elsewhere: fitting ones are loaded, the others are reported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TestWarmStart:
             ts.warm_start(model, Net(3).state_dict(), strict=True)
         assert torch.equal(model.body.weight, before)
 
-    def test_nothing_fits_is_an_error_that_says_what_would(self) -> None:
+    def test_weights_of_which_none_fits_are_an_error_that_names_fitting_ones(self) -> None:
         class Pair(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -137,7 +137,7 @@ class TestWarmStart:
             ):
                 ts.warm_start(Net(), folder)
 
-    def test_what_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_unreadable_files(self, tmp_path: Path) -> None:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
         with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
             ts.warm_start(Net(), tmp_path / "text.safetensors")
@@ -177,7 +177,7 @@ class TestForeignWeights:
         with pytest.raises(CheckpointMismatchError, match=r"no name in .* begins with it; there is 'model\.body"):
             ts.load_torch_weights(tmp_path / "weights.pt", strip_prefix="net.")
 
-    def test_what_holds_no_weights(self, tmp_path: Path) -> None:
+    def test_files_without_weights(self, tmp_path: Path) -> None:
         for content, message in (
             ({"epoch": 3}, r"a dict with the keys \['epoch'\], in which there is no state dict"),
             ([torch.ones(1)], "holds a list, in which there is no state dict"),

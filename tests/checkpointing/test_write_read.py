@@ -1,4 +1,4 @@
-"""One checkpoint directory: what is in it, and what reading it gives back."""
+"""One checkpoint directory: its files, and the states that are read from it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -
         write_checkpoint(make_checkpoint(), tmp_path, name)
 
 
-def test_what_is_not_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_a_folder_other_than_a_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="is not replaced"):

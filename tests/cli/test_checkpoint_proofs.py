@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_lineage_prints_the_chain_and_names_what_is_gone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lineage_prints_the_chain_and_names_missing_links(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "lineage", runs / "b" / "checkpoints" / "last")
     own, parent, gone, data, environment = out.splitlines()
 
@@ -115,7 +115,7 @@ class TestSignatures:
         assert out.count("intact, signed as") == 2
         assert "checkpoint-model-000000006 is not signed" in out
 
-    def test_ls_and_show_mention_what_is_signed(
+    def test_ls_and_show_mention_signatures(
         self, signed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         print_of_key = json.loads((signed / "SIGNATURE.json").read_text())["public_key"]
@@ -144,8 +144,8 @@ def test_a_run_signs_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFi
     saving = ts.DefaultCheckpointerArguments(sign_key=str(tmp_path / "key"))
     trainer = train(Classifier(), tmp_path / "run", epochs=1, checkpointer_args=saving)
     trainer.export(tmp_path / "export")
-    trainer.save_checkpoint(path=tmp_path / "aside")
+    trainer.save_checkpoint(path=tmp_path / "extra")
 
-    for path in (tmp_path / "run", tmp_path / "export", tmp_path / "aside"):
+    for path in (tmp_path / "run", tmp_path / "export", tmp_path / "extra"):
         code, out, _ = call(capsys, "verify", path, "--signature", tmp_path / "key.pub")
         assert (code, "signed as" in out) == (0, True)

@@ -46,7 +46,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 
 class TestLs:
-    def test_lists_what_a_run_has_left(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_lists_the_checkpoints_of_a_run(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, err = call(capsys, "ls", trained)
         head, *rows = out.splitlines()
 
@@ -60,7 +60,7 @@ class TestLs:
         assert rows[1].split()[1:4] == ["checkpoint", "12", "2"]
         assert all(" sp " in row and "val/loss " in row and row.endswith("sizes agree") for row in rows)
 
-    def test_says_what_is_damaged(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_names_damage(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         flip_bit(trained / "checkpoint-000000006" / "model.safetensors", 200)
         flip_bit(trained / "checkpoint-000000012" / "MANIFEST.json", 5)
 
@@ -105,7 +105,9 @@ class TestVerify:
     def test_a_runs_folder(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert call(capsys, "verify", trained.parent) == call(capsys, "verify", trained)
 
-    def test_what_is_no_checkpoint_is_trouble(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_folder_other_than_a_checkpoint_is_an_error(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "file.pt").write_bytes(b"x")
         for path in (tmp_path / "nowhere", tmp_path / "file.pt", tmp_path):
             code, _, err = call(capsys, "verify", path)
@@ -125,7 +127,7 @@ class TestShow:
         assert any(line.split() == ["net.0.weight", "float32", "[8,", "6]"] for line in out.splitlines())
 
     def test_reads_no_tensor(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """A flipped bit among the weights does not show; `verify` is what looks for it."""
+        """A flipped bit among the weights does not show; only `verify` looks for it."""
         file = trained / "checkpoint-000000012" / "model.safetensors"
         flip_bit(file, file.stat().st_size - 1)
 
@@ -141,7 +143,7 @@ class TestShow:
         assert shown["states"]["rng_state"]["numpy"][1] == {"dtype": "uint32", "shape": [624]}
         assert shown["states"]["history_state"]["loss"] == [0.5, "inf"]
 
-    def test_shows_what_a_deque_and_a_set_hold(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_shows_the_items_of_a_deque_and_a_set(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         held = {"memory": deque([torch.ones(4)] * 9, maxlen=10), "names": {"a"}}
         path = write_checkpoint(Checkpoint(module_interface_state=held), tmp_path, "a")
         _, out, _ = call(capsys, "show", path)
@@ -184,7 +186,7 @@ class TestDiff:
         assert out.endswith("3 differences in all states, plans and versions\n")
         assert [row["elements"] for row in as_json(capsys, "diff", *paths)["differences"]] == [2, 2, None]
 
-    def test_what_only_one_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_entries_that_only_one_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         one, other = make_checkpoint(1), make_checkpoint(1)
         one.callback_states = {"ema": {"decay": 0.5, "nan": float("nan")}}
         other.callback_states = {"ema": {"nan": float("nan"), "weight": torch.ones(2)}}

@@ -1,4 +1,4 @@
-"""`config.yaml` beside a run, and `trainstack schema`."""
+"""`config.yaml` in the folder of a run, and `trainstack schema`."""
 
 import json
 import shutil

@@ -39,7 +39,7 @@ def module(typed: int, layer: nn.Module | None = None, call: Callable[[], None] 
 PARAMETERS = {"module": parameters_of(module)}
 PATHS = PlainInputs(ts.TrainerArguments, PARAMETERS).paths()
 
-# What an attacker writes for a value: as YAML, which a word and a variable may hold as well.
+# Values that an attacker writes: as YAML, which an argument and a variable may hold as well.
 ATTACKS = {
     "class_path": "{class_path: trace_left.Class, init_args: {x: 1}}",
     "a class_path alone": "{class_path: trace_left.Class}",
@@ -107,7 +107,7 @@ def test_an_attack_on_any_field_is_refused_with_its_name(way: str, attack: str, 
     modules = set(sys.modules)
     for path in PATHS:
         if way != "file" and path in TEXTS and path != ("module", "untyped"):
-            continue  # a word is the text of such a field, whatever it says
+            continue  # such a field takes any word as its text
         if path == ("module", "untyped") and attack in ("__class__", "calls"):
             continue  # a dict of texts for code that asked for any
         if path[0] == "fast_paths" and way == "variable":
@@ -133,7 +133,7 @@ def test_a_name_is_no_more_than_a_text(way: str, tmp_path: Path) -> None:
             else:
                 said = ""
             if said:
-                unrelated = said.startswith("delta is missing")  # of privacy arguments, which need it whatever is given
+                unrelated = said.startswith("delta is missing")  # of privacy arguments, which need it in any case
                 assert path not in TEXTS or path[-1] in said or path[0] in said or unrelated, path
                 continue
             assert path in TEXTS, f"{path} took {name}"

@@ -1,4 +1,4 @@
-"""What commands print: no character that a terminal obeys, no name cut short, an exit code that says what happened."""
+"""The output of commands: no control character, no truncated name, an exit code that names the result."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class TestStreams:
         assert "Exception" not in done.stderr
 
 
-def test_an_error_of_the_command_itself_is_no_damage(
+def test_an_error_of_the_command_itself_is_not_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(path: object) -> Any:
@@ -293,7 +293,7 @@ def test_metadata_with_values_of_torch_and_numpy_is_listed(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train", "plan"}))
-def test_the_list_of_commands_says_what_their_own_help_says(command: str) -> None:
+def test_the_list_of_commands_agrees_with_their_own_help(command: str) -> None:
     parser = _parser(command)
     choices = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     own = choices[command]

@@ -1,4 +1,4 @@
-"""`trainstack plan FILE.py:MODULE` prints what a process needs, without building the weights."""
+"""`trainstack plan FILE.py:MODULE` prints the memory that a process needs, without building the weights."""
 
 from __future__ import annotations
 

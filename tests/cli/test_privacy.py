@@ -1,4 +1,4 @@
-"""`trainstack privacy` answers what the library computes, says what it assumes, and refuses in one line."""
+"""`trainstack privacy` prints the values that the library computes, names its assumptions, and refuses in one line."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ SMALL = ["--delta", "1e-6", "--noise-multiplier", "2", "--batch-size", "100", "-
 
 
 @pytest.mark.slow
-def test_an_audit_prints_what_it_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_prints_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:
     shown = ask(capsys, "audit", *SMALL).splitlines()
     assert shown[0] == "audit of sp-dp: noise multiplier 2, flat clipping, batches of 100 out of 400, 8 steps"
     assert shown[-2] == "nothing found"
@@ -155,6 +155,6 @@ def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest
     assert found["verdict"].startswith("BROKEN: not so: its standard deviation is as stated (noise: 0.0000 times that)")
 
 
-def test_an_audit_refuses_what_promises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_refuses_a_backend_that_is_not_private(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["privacy", "audit", *SMALL, "--backend", "sp"]) == 2
     assert "backend 'sp' is not private" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import trainstack as ts
 from trainstack.cli.main import main
 
 
-def test_explain_prints_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_text_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "sp-bf16"]) == 0
     assert capsys.readouterr().out.strip() == ts.explain("sp-bf16").strip()
     assert main(["explain", "amp-ddp"]) == 2
@@ -66,7 +66,7 @@ def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFix
     assert found["devices"][0] == "cpu"
 
 
-def test_doctor_names_what_is_wrong_with_a_string(
+def test_doctor_names_the_fault_of_a_string(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(self: object, global_step: int, batch: object, device: object) -> None:

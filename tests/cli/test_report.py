@@ -1,4 +1,4 @@
-"""`trainstack report` makes pages of what runs have left."""
+"""`trainstack report` makes pages of the files of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.modules import Classifier, train
 from trainstack.cli.main import main
 
 
-def test_one_run_gets_its_page_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_gets_its_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Classifier(), tmp_path, writers=["csv"], log_every=1)
     written = (tmp_path / "report.html").read_text()
     (tmp_path / "report.html").unlink()
@@ -59,7 +59,9 @@ def test_a_page_that_cannot_be_written_is_named_as_it_was_given(
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_what_is_no_run_is_refused_in_one_line(there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_other_than_a_run_is_refused_in_one_line(
+    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if there:
         (tmp_path / "x").mkdir()
     assert main(["report", str(tmp_path / "x")]) == 2

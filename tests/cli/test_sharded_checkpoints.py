@@ -96,7 +96,7 @@ def test_damage_to_one_file_of_an_export_is_named(sharded: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("size", ["0B", "many", "5", "-1GB", "GB"])
-def test_what_is_no_size_is_refused(sharded: Path, tmp_path: Path, capsys: Any, size: str) -> None:
+def test_an_invalid_size_is_refused(sharded: Path, tmp_path: Path, capsys: Any, size: str) -> None:
     code, _, err = call(capsys, "export", sharded, tmp_path / "export", f"--max-shard-size={size}")
     assert (code, "it is no size" in err, "'5GB'" in err) == (2, True, True)
     assert not (tmp_path / "export").exists()
@@ -116,7 +116,7 @@ def test_from_pretrained_reads_an_export_in_several_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_writes_what_torch_reads_and_what_this_library_refuses(
+def test_dcp_writes_files_that_torch_reads_and_this_library_refuses(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch.distributed.checkpoint as dcp
@@ -137,7 +137,7 @@ def test_dcp_writes_what_torch_reads_and_what_this_library_refuses(
     assert same(load_torch_weights(tmp_path / "weights.pt"), expected)
 
 
-def test_a_file_with_the_rows_of_a_rank_is_no_source_of_weights(sharded: Path) -> None:
+def test_a_file_with_the_rows_of_a_rank_is_refused_as_a_source_of_weights(sharded: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Give its folder"):
         read_weights(sharded / "model.rank-00001-of-00003.safetensors")
     assert same(read_weights(sharded), dict(make_checkpoint(2).module_interface_state or {}))

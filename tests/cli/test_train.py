@@ -1,4 +1,4 @@
-"""`trainstack train` trains what a file defines, with every argument of the trainer as an option."""
+"""`trainstack train` trains the module of a file, with every argument of the trainer as an option."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import beside
+import sizes
 import trainstack as ts
 from trainstack import SupervisedModule
 
@@ -59,7 +59,7 @@ class Other:
 
 
 def make(units: int):
-    return Line(units * beside.TWO)
+    return Line(units * sizes.TWO)
 '''
 QUIET = ["--train_batch_size", "8", "--writers", "[csv]", "--progress", "none", "--log_every", "1"]
 
@@ -67,10 +67,10 @@ QUIET = ["--train_batch_size", "8", "--writers", "[csv]", "--progress", "none", 
 @pytest.fixture(autouse=True)
 def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my.py").write_text(FILE)
-    (tmp_path / "beside.py").write_text("TWO = 2\n")
+    (tmp_path / "sizes.py").write_text("TWO = 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("my", "beside", "reads"):
+    for name in ("my", "sizes", "reads"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -129,7 +129,7 @@ def test_a_training_runs_with_its_options_and_the_same_seed_gives_the_same_numbe
     assert histories[0] == histories[1]
 
 
-def test_a_function_may_make_the_module_and_files_beside_it_can_be_imported() -> None:
+def test_a_function_may_make_the_module_and_files_of_its_folder_can_be_imported() -> None:
     assert main(["train", "my.py:make", *QUIET, "--module.units", "3", "--output_dir", "out"]) == 0
     assert main(["train", "my:make", *QUIET, "--module.units", "3", "--output_dir", "again"]) == 0
     weights = ts.read_model(next(Path("out/checkpoints").glob("*model*")))
@@ -204,7 +204,7 @@ def test_a_file_may_be_named_with_dots_before_it(monkeypatch: pytest.MonkeyPatch
     assert main(["train", "../my.py:Line", *QUIET]) == 0
 
 
-def test_help_lists_the_options_with_what_they_mean(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_options_with_their_meaning(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
         (["--help"], "passes over the training data"),
         (["my.py:Line", "--help"], "units in between"),
@@ -233,7 +233,7 @@ def make(rate="1e-3", big="1e5", words="*a &b !c", seen="yes", one=SHARED, two=S
 """
 
 
-def test_the_printed_file_is_read_whatever_the_defaults_of_the_module_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_file_is_read_with_any_defaults_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     Path("defaults.py").write_text(DEFAULTS)
     assert main(["train", "defaults.py:make", "--print_config"]) == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)

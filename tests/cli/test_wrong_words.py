@@ -1,4 +1,4 @@
-"""What is wrong with words, files and variables is said in one line that names what was given, with exit code 2."""
+"""Faults of arguments, files and variables are reported in one line that names the given value, with exit code 2."""
 
 from __future__ import annotations
 

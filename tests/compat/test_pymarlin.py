@@ -1,4 +1,4 @@
-"""`trainstack.compat.pymarlin`: what PyMarlin's documentation says, over trainstack."""
+"""`trainstack.compat.pymarlin`: PyMarlin's documentation, over trainstack."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_an_interruption_between_training_and_validation_calls_the_epochs_hook_o
 
 
 @pytest.mark.spec("PMT-11")
-def test_validate_returns_the_outputs_of_the_last_loader_and_records_what_hooks_measure() -> None:
+def test_validate_returns_the_outputs_of_the_last_loader_and_records_the_metrics_of_hooks() -> None:
     class Measured(Line):
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
             global_stats.update(f"{key}/error", (outputs[0] - outputs[1]).abs().mean().item())
@@ -584,7 +584,7 @@ def test_a_trainer_of_ones_own_defines_train_and_validate() -> None:
 # --- statistics, data, configuration
 
 
-def test_statistics_without_a_trainer_and_those_that_are_no_numbers_are_named_once(
+def test_statistics_without_a_trainer_or_without_a_number_are_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stats = BasicStats()

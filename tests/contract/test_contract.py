@@ -1,4 +1,4 @@
-"""What every stack promises. A layer that is registered is covered here without further ado."""
+"""The contract of every stack. A registered layer is covered here without an edit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     ],
 )
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
-    """6 steps an epoch: within an epoch, under `make test` at its end and after it, and beside the ends of the run."""
+    """6 steps an epoch: within an epoch, under `make test` at its end and after it, and at other steps."""
     torch.manual_seed(5)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=stop_at)
     stopped = Stops(stochastic(), arguments(tmp_path, checkpointer_args=saving, backend=spec, **MADE), stop_at)
@@ -220,7 +220,7 @@ class Overflowing(Classifier):
 
 
 class SeesPrecision(Classifier):
-    """Notes the dtype of what its network returns."""
+    """Notes the dtype of the outputs of its network."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -244,7 +244,7 @@ def nameless(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(one: Any, other: Any, path: str = "state") -> None:
-    """Equal to the bit, whatever the nesting."""
+    """Equal to the bit, in any nesting."""
     one, other = copy.copy(one), copy.copy(other)
     assert type(one) is type(other), f"{path}: {type(one)} and {type(other)}"
     if isinstance(one, dict):

@@ -213,7 +213,7 @@ def test_a_users_layer_is_called_for_a_verb_or_the_string_is_refused(spec: str, 
         assert legal == (calls[verb] > 0), verb
 
 
-def test_the_refusal_of_a_skipped_layer_says_what_to_write() -> None:
+def test_the_refusal_of_a_skipped_layer_has_a_correction() -> None:
     with (
         registered(overriding(["backward", "clip", "step"], Counter())),
         pytest.raises(ts.BackendSpecError) as refused,
@@ -264,9 +264,9 @@ def options_for(spec: str) -> dict[str, Any]:
 
 
 def contradictions(stack: ts.TrainerBackend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Train and validate on `stack`; what was called against the declarations, in sentences that begin with the verb.
+    """Train and validate on `stack`; calls that contradict the declarations, in sentences that begin with the verb.
 
-    A layer passes a verb on if the layer inside it is called for that verb while its own call is under way.
+    A layer passes a verb on if the layer inside it is called for that verb during its own call.
     """
     calls = Calls(stack, monkeypatch)
     trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(folder), trainer_backend=stack)
@@ -297,7 +297,7 @@ class Calls:
         self.layers = list(stack.layers())
         self.made: set[tuple[int, str]] = set()
         self.passed_on: set[tuple[int, str]] = set()
-        self._under_way: list[tuple[int, str]] = []
+        self._open_calls: list[tuple[int, str]] = []
         for position, layer in enumerate(self.layers):
             for verb in CALLS:
                 monkeypatch.setattr(layer, verb, self._recorded(position, verb, getattr(layer, verb)))
@@ -305,7 +305,7 @@ class Calls:
     def _recorded(self, position: int, verb: str, call: Any) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.made.add((position, verb))
-            if (position - 1, verb) in self._under_way:
+            if (position - 1, verb) in self._open_calls:
                 self.passed_on.add((position - 1, verb))
             with self.within(position, verb):
                 result = call(*args, **kwargs)
@@ -316,11 +316,11 @@ class Calls:
     @contextmanager
     def within(self, position: int, verb: str) -> Iterator[None]:
         """A block that belongs to the call of `verb` on the layer at `position`."""
-        self._under_way.append((position, verb))
+        self._open_calls.append((position, verb))
         try:
             yield
         finally:
-            self._under_way.pop()
+            self._open_calls.pop()
 
 
 class Entered(AbstractContextManager[Any]):

@@ -1,4 +1,4 @@
-"""What a step may return: the same forms train, are refused and reach the hooks alike under each backend string."""
+"""Return values of a step: the same forms train, are refused and reach the hooks alike under each backend string."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FORMS: dict[str, Any] = {
 
 
 class Returns(Classifier):
-    """`train_step` returns one of `FORMS`; `seen` describes what the hook was given."""
+    """`train_step` returns one of `FORMS`; `seen` describes the value that the hook got."""
 
     def __init__(self, form: Any) -> None:
         super().__init__(numbers(16))
@@ -121,7 +121,7 @@ def reference(name: str, spec: str) -> Returns:
         return trained(FORMS[name], directory, spec)
 
 
-def skip_what_apex_cannot_cast(name: str, spec: str) -> None:
+def skip_forms_that_apex_cannot_cast(name: str, spec: str) -> None:
     if name == "named tuple" and spec.endswith("amp-apex"):
         pytest.skip("apex casts outputs by type(value)(items), which a named tuple does not take")
 
@@ -130,7 +130,7 @@ def skip_what_apex_cannot_cast(name: str, spec: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.spec("FN-51")
 def test_each_form_trains_and_the_hook_gets_the_same_structure(name: str, spec: str, tmp_path: Path) -> None:
-    skip_what_apex_cannot_cast(name, spec)
+    skip_forms_that_apex_cannot_cast(name, spec)
     module = trained(FORMS[name], tmp_path, spec)
 
     assert torch.equal(weights(module), weights(reference("tensor", spec)))
@@ -168,7 +168,7 @@ def sp_refusal(name: str) -> str:
 
 @single_process
 @pytest.mark.parametrize("name", NO_LOSSES)
-def test_what_is_no_loss_is_refused_with_the_same_error(name: str, spec: str, tmp_path: Path) -> None:
+def test_values_other_than_a_loss_are_refused_with_the_same_error(name: str, spec: str, tmp_path: Path) -> None:
     message = refusal(NO_LOSSES[name], tmp_path, spec)
 
     assert message == sp_refusal(name)
@@ -185,7 +185,7 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
 @single_process
 @pytest.mark.parametrize("name", FORMS)
 def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str) -> None:
-    skip_what_apex_cannot_cast(name, spec)
+    skip_forms_that_apex_cannot_cast(name, spec)
     assert len(validation_losses("tensor", spec)) == 1
     assert validation_losses(name, spec) == validation_losses("tensor", spec)
 

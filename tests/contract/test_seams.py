@@ -135,7 +135,7 @@ def test_the_end_of_an_evaluation_is_told_also_where_it_is_broken_off(tmp_path: 
 def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With skipping, validation and checkpoints: whatever turns a tensor into a number happens within `read`."""
+    """With skipping, validation and checkpoints: each conversion of a tensor into a number happens within `read`."""
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
     monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
     stack = Notes(ts.build_trainer_backend("sp"))

@@ -1,4 +1,4 @@
-"""What the tables for those who come from other libraries name as ours is there."""
+"""The names of trainstack in the tables for users of other libraries exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARGUMENTS = {field.name for field in fields(ts.TrainerArguments)}
 
 
 def ours(page: Path) -> Iterator[str]:
-    """The code in the right columns of the tables that say what is where."""
+    """The code in the right columns of the tables of names."""
     for line in page.read_text(encoding="utf-8").splitlines():
         cells = line.strip("|").split(" | ") if line.startswith("|") else []
         if len(cells) == 2:

@@ -1,4 +1,4 @@
-"""The examples run from any directory, show what they promise and leave nothing running."""
+"""The examples run from any directory, show the announced results and leave nothing running."""
 
 from __future__ import annotations
 

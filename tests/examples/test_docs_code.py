@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ runs as it stands, and prints what the pages say; links lead somewhere.
+"""The Python in README.md and docs/ runs as pasted, and prints the output of the pages; links have targets.
 
 How blocks are marked: see `tools/pages.py`. In an output block `...` stands for anything.
 """
@@ -39,7 +39,7 @@ def test_the_pages_that_must_have_code_have_it() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=name_of)
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path, runner: Runner, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_its_output(page: Path, runner: Runner, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     printed = runner.run(blocks, tmp_path)
     checker = doctest.OutputChecker()

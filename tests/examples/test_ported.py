@@ -1,4 +1,4 @@
-"""The examples that are ported from other libraries train on real data, and do what they say they do."""
+"""The examples that are ported from other libraries train on real data, and have the announced results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PORTED = Path(__file__).resolve().parents[2] / "examples" / "ported"
 
 
 @pytest.fixture(autouse=True)
-def _in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_separate_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "hezar_config", raising=False)  # the command line puts it there
@@ -61,7 +61,7 @@ def test_a_fastnlp_script_calls_its_subscribers_at_their_times() -> None:
 
 
 @pytest.mark.spec("HZ-10", "HZ-19", "HZ-20", "HZ-21", "HZ-24")
-def test_a_hezar_configuration_trains_saves_and_goes_on() -> None:
+def test_a_hezar_configuration_trains_saves_and_continues() -> None:
     trainer = example("hezar_config").main()
     steps = trainer.plan.total_steps
     accuracy = trainer.history.get_latest_metric("val/accuracy")

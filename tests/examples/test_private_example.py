@@ -1,4 +1,4 @@
-"""The private example stays within its budgets, draws its picture and states what holds."""
+"""The private example stays within its budgets, draws its picture and prints a true statement."""
 
 from __future__ import annotations
 

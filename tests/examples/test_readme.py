@@ -54,7 +54,7 @@ def runner() -> Iterator[Runner]:
 
 
 def settings() -> tuple[str, str, dict[str, Any]]:
-    """The project's address, that of its documentation, and what mkdocs.yml says."""
+    """The project's address, that of its documentation, and the settings of mkdocs.yml."""
     found = re.search(r"^\[project\.urls\].*?(?=^\[)", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
     assert found is not None
     urls = dict(re.findall(r'^(\w+) = "(.*)"$', found[0], re.M))
@@ -77,13 +77,13 @@ def run(runner: Runner, source: str, folder: Path) -> str:
 
 
 def words_and_numbers(shown: str) -> tuple[list[str], list[float]]:
-    """What a run has shown, without folders and times: the words, and the measured numbers."""
+    """The output of a run, without folders and times: the words, and the measured numbers."""
     shown = re.sub(r"runs/[\w./-]+", "RUN", shown)
     shown = re.sub(r"\b\d+\.\d+ s\b", "TIME", shown)
     return NUMBER.sub("NUMBER", shown).split(), [float(number) for number in NUMBER.findall(shown)]
 
 
-def test_the_script_runs_as_pasted_and_shows_what_readme_says(tmp_path: Path) -> None:
+def test_the_script_runs_as_pasted_and_shows_the_output_of_readme(tmp_path: Path) -> None:
     """In a terminal, where epochs are rows of a table, and no bar stays."""
     assert SCRIPT.count("\n") < 20
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The examples without a test of their own train in a short form, and go on when they are run again."""
+"""The examples without a test of their own train in a short form, and continue when they are run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can only be seen on a GPU. `pytest -m gpu` runs all such tests of the tree; without a device they are skipped.
+"""Behaviour that needs a GPU. `pytest -m gpu` runs all such tests of the tree; without a device they are skipped.
 
 The tests of two processes need two devices. Figures that have to be looked at are printed with `-s`.
 """
@@ -56,7 +56,7 @@ def waits_counted() -> Iterator[list[str]]:
 
 
 class Kept:
-    """A metric that keeps what it is given."""
+    """A metric that keeps its inputs."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -98,7 +98,7 @@ def test_a_metric_without_a_loss_is_that_of_one_process() -> None:
 
 
 class Refills(IterableDataset[Any]):
-    """Batches of 64 MiB in one pinned buffer, which is filled anew as soon as the next one is asked for."""
+    """Batches of 64 MiB in one pinned buffer, which is filled again as soon as the next one is requested."""
 
     def __iter__(self) -> Iterator[Any]:
         buffer = torch.empty(8, 2 * MIB).pin_memory() if torch.cuda.is_available() else torch.empty(8, 2 * MIB)

@@ -1,4 +1,4 @@
-"""What `amp-apex` promises, on apex's own code. `tests/backends/test_apex.py` runs it, in a process with the shim."""
+"""The contract of `amp-apex`, on apex's own code. `tests/backends/test_apex.py` runs it, in a process with the shim."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(module: ts.ModuleInterface, directory: Any, **changes: Any) -> ts.Traine
     return train(module, directory, backend="sp-amp-apex", **changes)
 
 
-def test_apex_takes_what_the_layer_passes_on() -> None:
+def test_apex_takes_the_arguments_of_the_layer() -> None:
     from apex import amp
 
     taken = set(inspect.signature(amp.initialize).parameters)
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_opt_level_is_refused(tmp_path: Path) -> None:
         (lambda m: m.net[0].half(), r"parameter 'net\.0\.weight' is torch\.float16\. Hand over a float32 module"),
     ],
 )
-def test_what_apex_cannot_do_is_refused_before_it_tries(spoil: Any, message: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_before_apex_is_called(spoil: Any, message: str, tmp_path: Path) -> None:
     module = Classifier(numbers(16))
     spoil(module)
 
@@ -195,7 +195,7 @@ def test_what_apex_cannot_do_is_refused_before_it_tries(spoil: Any, message: str
 
 
 class Notes(Classifier):
-    """Notes the dtype of what its network returns."""
+    """Notes the dtype of the outputs of its network."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -22,7 +22,7 @@ refuse_second_initialize = layer._check_not_initialized
 
 @pytest.fixture(autouse=True)
 def apex_as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each training of a test begins as if in a process of its own, with `OPTIONS` where it names none."""
+    """Each training of a test begins as in a new process, with `OPTIONS` where it names none."""
     made = layer.AmpApex.__init__
 
     def make(self: Any, inner: Any, **options: Any) -> None:

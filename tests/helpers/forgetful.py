@@ -65,7 +65,7 @@ class Fails(Slow):
 
 
 class Constant(Slow):
-    """Ends each step with the same weights, whatever it began with."""
+    """Ends each step with the same weights, for any weights at its begin."""
 
     def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
         with torch.no_grad():
@@ -74,7 +74,7 @@ class Constant(Slow):
 
 
 class Forgetting(ts.Callback):
-    """Counts steps and tells, but does not take back what it told."""
+    """Counts steps and reports the count, but does not restore it."""
 
     def __init__(self) -> None:
         self.steps = 0

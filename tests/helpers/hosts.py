@@ -78,7 +78,7 @@ class Hosts:
         ip("-n", self._bridge, "link", "set", f"v{number}", "master", "br0")
 
     def pull(self, number: int) -> None:
-        """Cut a host off. Packets are lost, and nobody is told."""
+        """Cut a host off. Packets are lost without a message."""
         ip("-n", self._bridge, "link", "set", f"v{number}", "nomaster")
 
     def start(self, folder: Path, function: Callable[..., Any], **options: Any) -> None:
@@ -115,7 +115,7 @@ class Hosts:
                 os.kill(int(process), signal.SIGKILL)
 
     def results(self, folder: Path, seconds: float, ranks: list[int] | None = None) -> list[Any]:
-        """What these ranks have returned within a time."""
+        """The results of these ranks within a time."""
         deadline = time.monotonic() + patience(seconds)
         found = []
         for number in range(self.count) if ranks is None else ranks:

@@ -1,4 +1,4 @@
-"""A local server that speaks as much of the Hub's API as an upload needs, and keeps what it is sent."""
+"""A local server with the part of the Hub's API that an upload needs; it keeps the requests."""
 
 from __future__ import annotations
 

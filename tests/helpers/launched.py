@@ -1,4 +1,4 @@
-"""What the tests of `launch` run in the processes it starts."""
+"""Functions that the tests of `launch` run in its processes."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def arguments(directory: Any, **changes: Any) -> ts.TrainerArguments:
 
 
 def train(module: ts.ModuleInterface, directory: Any, **changes: Any) -> ts.Trainer:
-    """Train `module` to the end; the trainer, for a look at what happened."""
+    """Train `module` to the end; returns the trainer."""
     trainer = ts.Trainer(module, arguments(directory, **changes))
     trainer.train()
     return trainer

@@ -1,4 +1,4 @@
-"""A CUDA device that a test pretends to have: tensors stay on the CPU, and what a device would do is written down."""
+"""A CUDA device that a test pretends to have: tensors stay on the CPU, and the operations of a device are recorded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class PretendedGpu(TorchFunctionMode):
-    """Placements on CUDA have no effect. A copy to the CPU holds nan until somebody waits, unless it waits itself.
+    """Placements on CUDA have no effect. A copy to the CPU holds nan until a call waits, unless it waits itself.
 
     Attributes:
-        calls: what was called, in order: `("select", 1)`, `("upload", shape, non_blocking)`, `("record",)`,
+        calls: the calls, in order: `("select", 1)`, `("upload", shape, non_blocking)`, `("record",)`,
             `("wait",)`, `("set in thread", 1)`.
         index: of the current device.
         pinned: storages that count as pinned, by address.
@@ -53,7 +53,7 @@ class PretendedGpu(TorchFunctionMode):
         return result
 
     def settle(self) -> None:
-        """What waiting for the device does: copies under way arrive."""
+        """Waiting for the device: pending copies arrive."""
         late, self._late = self._late, []
         for tensor, value in late:
             tensor.copy_(value)

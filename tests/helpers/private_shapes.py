@@ -202,7 +202,7 @@ SHAPES: dict[str, Callable[[], Shape]] = {
 
 
 def make(name: str, *, per_record: bool = False) -> tuple[Shape, Callable[..., Any]]:
-    """The module, the same each time, and what makes its batches."""
+    """The module, the same each time, and the function that makes its batches."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         module = SHAPES[name]()

@@ -1,4 +1,4 @@
-"""Calling one function in several ranks, and reading what each rank returns."""
+"""Call one function in several ranks, and read the result of each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def hears_ctrl_c() -> None:
-    """For `preexec_fn`: a shell starts what runs in the background, and all below it, with Ctrl-C ignored."""
+    """For `preexec_fn`: a shell starts background processes, and all below them, with Ctrl-C ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on.
+    """A free port of the loopback interface.
 
-    It lies below those that systems give to connections, and each worker of pytest has some to itself: one that is free
-    now could else be another world's by the time that it is used, and the two would mix.
+    It is below the ports that systems give to connections, and each worker of pytest has its own range. Else a
+    port that is free now could be another world's by the time of its use, and the two would mix.
     """
     low = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12)
     while True:
@@ -95,13 +95,13 @@ def run_world(
     may_fail: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """Call a function of `tests.helpers.workers` in `size` ranks; what each rank returned.
+    """Call a function of `tests.helpers.workers` in `size` ranks; returns the result of each rank.
 
     Args:
         size: the number of ranks.
-        function: it takes and returns what JSON can hold, and is found by its module and its name.
+        function: it takes and returns JSON values, and is found by its module and its name.
         timeout: in seconds, on an idle machine.
-        fresh: use ranks that nobody has used, and end them; for cases that kill ranks or leave them in a bad state.
+        fresh: use new ranks, and end them; for cases that kill ranks or leave them in a bad state.
             Other cases run in the ranks of the pool.
         may_fail: a rank that raises or dies gives a dict with its exit status and the end of its stderr.
         options: of the function.

@@ -24,7 +24,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def check(self) -> None:
-        """Raise OSError if nobody listens at the target."""
+        """Raise OSError if no process listens at the target."""
         socket.create_connection(("127.0.0.1", self._target)).close()
 
     def close(self) -> None:

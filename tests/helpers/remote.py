@@ -1,4 +1,4 @@
-"""Stores that fail, and what a store holds, for tests of remote runs."""
+"""Stores that fail, and the content of a store, for tests of remote runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str, tuple[Any
 
 
 def listing(address: str) -> Listing:
-    """What lies at an address now."""
+    """The content at an address now."""
     return list_entries(ObjectStore(address))
 
 

@@ -17,14 +17,14 @@ WORDS = {
     "F109": "a resume restores all state",
     "F110": "a step that amp skips advances neither schedules nor counters",
     "F111": "gathered outputs have the right order and length for uneven parts",
-    "F112": "outputs that are no tensors are gathered, too",
+    "F112": "outputs other than tensors are gathered, too",
     "F113": "outputs in dicts, scalars and rows of different length are collected",
     "F114": "a module without validation data trains",
     "F115": "the newest checkpoint is found, and other files are not taken for checkpoints",
     "F116": "a checkpoint gets its final name when it is complete",
     "F117": "a TensorBoard writer deletes nothing that exists",
     "F118": "layers can be stacked",
-    "F119": "what only rank 0 does depends on the real rank",
+    "F119": "actions of rank 0 alone depend on the real rank",
     "F120": "every argument and hook has an effect",
     "F123": "collecting outputs takes linear time",
     "F124": "a step does not wait for the device",
@@ -51,7 +51,7 @@ WORDS = {
     "F403": "a second resume within one epoch is right",
     "F404": "a checkpoint after the last batch of an epoch does not repeat the epoch",
     "F407": "schedules and random states are in the checkpoint",
-    "F408": "every callback keeps a state of its own",
+    "F408": "every callback keeps its own state",
     "F409": "a monitored metric that does not exist is named, and nan is never the best",
     "F410": "the scaler is updated once a step, with any number of optimizers",
     "F412": "an evaluation restores the mode of the model",
@@ -66,7 +66,7 @@ WORDS = {
     # PyMarlin's own tests of its trainer (T) and of its trainer backend (B).
     "T2": "the size of a batch in one process",
     "T3": "the size of a batch and the number of accumulated batches under a limit",
-    "T4": "the order of the hooks, and what they are called with",
+    "T4": "the order of the hooks, and their arguments",
     "T5": "a validation without a training",
     "T6": "the estimate of steps in an epoch",
     "T7": "a run that has ended is continued",
@@ -84,5 +84,5 @@ def _rows() -> dict[str, str]:
 
 
 def words_of(id_: str) -> str:
-    """What the id requires."""
+    """The requirement of the id."""
     return WORDS.get(id_) or _rows().get(id_, "an id without words")

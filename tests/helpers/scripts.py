@@ -14,7 +14,7 @@ from tests.helpers.workers.scripts import run_program
 def run_python(
     *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)` returns.
+    """The result of `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
 
     For programs of which it does not matter that torch and trainstack have been imported.
 

@@ -1,6 +1,6 @@
 """A run over processes that can be told to stop. A launcher runs `-m tests.helpers.stop_run FOLDER OPTIONS`.
 
-Each process leaves `<FOLDER>/<rank>.json` when it ends, whatever ends it.
+Each process leaves `<FOLDER>/<rank>.json` at each kind of end.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def main(folder: Path, at: Any = None, ranks: tuple[int, ...] = (), pace: float 
         left |= {"step": trainer.global_steps_finished, "reason": trainer.stop_reason, "batches": module.batches}
         state = exact([module.state_dict(), trainer.get_state(), trainer.history.get_state(), torch.rand(2).tolist()])
         left["hash"] = hashlib.sha256(repr(state).encode()).hexdigest()
-        aside = folder / f"{rank()}.new"
-        aside.write_text(json.dumps(left))
-        aside.replace(folder / f"{rank()}.json")
+        new = folder / f"{rank()}.new"
+        new.write_text(json.dumps(left))
+        new.replace(folder / f"{rank()}.json")
         time.sleep(0.05)  # gloo may abort a process that goes straight to its exit
 
 

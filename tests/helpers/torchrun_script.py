@@ -1,4 +1,4 @@
-"""A script for torchrun: all ranks meet, add up, and write what they know to a file each."""
+"""A script for torchrun: all ranks meet, add up, and write their results to a file each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users write, for type checkers: the imports of the README, and each documented form of each hook.
+"""Code of users, for type checkers: the imports of the README, and each documented form of each hook.
 
 `make check` runs `mypy --strict` over this file.
 """
@@ -67,7 +67,7 @@ class WithoutOutputs(Typed):
 
 
 class WithOutputs(Typed):
-    """Hooks with the outputs by names of their own."""
+    """Hooks with their own names for the outputs."""
 
     def on_end_train_step(self, global_step: int, losses: Tensor, scores: Tensor) -> None:
         super().on_end_train_step(global_step, losses, scores)

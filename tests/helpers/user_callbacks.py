@@ -1,4 +1,4 @@
-"""Callbacks as a user writes them, with public names only; each does what a ready-made one does."""
+"""Callbacks as a user writes them, with public names only; each behaves like a ready-made one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def more_data() -> dict[str, Any]:
     return {"shifted": DataLoader(numbers(10, seed=2), batch_size=5)}
 
 
-def what_it_does(callback: Any, directory: str, backend: str = "sp") -> dict[str, Any]:
+def behaviour_of(callback: Any, directory: str, backend: str = "sp") -> dict[str, Any]:
     """Weights and history of a run with `callback`; the last step of an epoch has one sample."""
     module = Classifier(numbers(49), validate=True, optimizer=torch.optim.AdamW, lr=0.02, scheduler=True)
     args = arguments(directory, backend=backend, epochs=3, log_every=2, gpu_batch_size_limit=4)
@@ -121,10 +121,10 @@ def what_it_does(callback: Any, directory: str, backend: str = "sp") -> dict[str
 
 
 def user_callbacks(directory: str) -> dict[str, Any]:
-    """In each process of a world: what each ready-made callback does, and what the user's does."""
+    """In each process of a world: the effects of each ready-made callback, and of the user's."""
     found: dict[str, Any] = {}
     for name, made in PAIRS.items():
-        found[name] = [what_it_does(make(), f"{directory}/{name}{n}", "ddp") for n, make in enumerate(made)]
+        found[name] = [behaviour_of(make(), f"{directory}/{name}{n}", "ddp") for n, make in enumerate(made)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Real processes: `launch`, torchrun, restarts, two agents, and what depends on the rank."""
+"""Real processes: `launch`, torchrun, restarts, two agents, and values that depend on the rank."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_process_that_aborts_after_its_work_has_done_its_work(tmp_path: Path) 
 
 
 def test_killed_twice_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    """The second restart is the one that hangs on torch's own: its store keeps what the dead have written."""
+    """The second restart is the one that hangs on torch's own: its store keeps the keys of dead processes."""
     assert launch(launched.fall_twice, max_restarts=2) == [(2, 2.0), (2, 2.0)]
     told = [record.getMessage() for record in caplog.records if record.name.startswith("trainstack")]
     assert [text[:30] for text in told] == ["launch(fall_twice): restart 1.", "launch(fall_twice): restart 2."]
@@ -218,7 +218,7 @@ def test_an_agent_that_waits_for_the_rendezvous_store_is_given_up(
 
 
 def release(lasts: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an agent that was given up come to its end, without what torch logs of it."""
+    """Let an agent that was given up come to its end, without torch's log lines about it."""
     for name in launching._LOGS_OF_FAILURE:
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     lasts.set()
@@ -352,7 +352,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 # --- launch, arguments
 
 
-def test_what_cannot_be_pickled_is_refused_before_anything_starts() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts() -> None:
     def inner() -> None: ...
 
     for fn in (inner, lambda: None, functools.partial(launched.talk, inner)):
@@ -484,7 +484,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.spec("F119", "PA-25", "PA-41")
-def test_what_depends_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_values_that_depend_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     main, other = launch(launched.ranks_and_order, tmp_path, rank_output="all")
     assert (main["before"], main["after"]) == ("before in 0", "after in 0")
     assert (other["before"], other["after"]) == (None, None)

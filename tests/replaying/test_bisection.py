@@ -142,7 +142,7 @@ def test_runs_are_not_replayed_without_need(runs: dict[str, Path], tmp_path: Pat
         compared(runs["plain"], runs["bit"], plain_module)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_generators_that_nobody_seeds_do_not_count(
+def test_a_damaged_checkpoint_is_passed_over_and_unseeded_generators_do_not_count(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
@@ -199,7 +199,7 @@ def test_the_command_replays_the_targets(
     assert f"the runs part at global step {STEP}: optimizer (net.3.weight); the same until global step 9\n" in said
 
 
-def test_wrong_words_are_answered_with_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_answered_with_a_correction(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "one", "two", "--other-target", "my.py:M", "--json"]) == 2
     assert "Write --target TARGET too" in json.loads(capsys.readouterr().err)["error"]
     assert main(["compare", "one", "two", "--target", "old/my.py:M", "--other-target", "new/my.py:M"]) == 2

@@ -19,7 +19,7 @@ WHOLE = Span(first=1, last=6)
 
 
 class Log:
-    """What a comparison uses of a `StepLog`, in memory."""
+    """The part of a `StepLog` that a comparison uses, in memory."""
 
     def __init__(self, entries: Any, known: dict[int, Details]) -> None:
         self.entries, self.known = entries, known

@@ -101,7 +101,7 @@ def test_a_run_that_was_interrupted_is_replayed_as_one_that_was_not(tmp_path: Pa
         trainer = ts.Trainer(usual()[0], args)
         if stop:
             _ = trainer.plan
-            trainer.call_at_step(stop.pop(0), lambda one: one.request_stop("to go on later"))
+            trainer.call_at_step(stop.pop(0), lambda one: one.request_stop("to continue later"))
         trainer.train()
         trainer.close()
     report = replayed(place, from_step=5)
@@ -180,7 +180,7 @@ def test_arguments_that_changed_at_a_resume_are_those_of_their_steps(tmp_path: P
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="needs cryptography")
-def test_a_replay_signs_and_verifies_nothing_of_its_own(tmp_path: Path) -> None:
+def test_a_replay_neither_signs_nor_verifies_its_steps(tmp_path: Path) -> None:
     """The key of a run may be gone, and another environment is a note of a replay, not a refusal."""
     key = tmp_path / "release.pem"
     ts.make_key(key)
@@ -275,7 +275,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
         (("--follow", "--to", "3"), "Leave out --from and --to"),
     ],
 )
-def test_wrong_words_are_answered_with_what_to_write(
+def test_wrong_words_are_answered_with_a_correction(
     words: tuple[str, ...],
     sentence: str,
     default: Path,

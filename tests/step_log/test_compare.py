@@ -94,7 +94,7 @@ def test_equal_runs_raise_no_alarm(mode: str, runs: dict[str, Path], tmp_path: P
     assert str(found) == f"same records in {STEPS} global steps"
 
 
-def test_generators_that_nobody_seeds_and_nobody_uses_are_no_difference(
+def test_unseeded_and_unused_generators_do_not_count_as_a_difference(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "seed", lambda *_: None)
@@ -260,7 +260,7 @@ def test_each_field_has_its_quantity(
     assert (found.step, found.quantity, found.values) == (2, quantity, values)
 
 
-def test_what_one_run_alone_has_recorded_is_no_difference(tmp_path: Path) -> None:
+def test_entries_of_only_one_run_do_not_count_as_a_difference(tmp_path: Path) -> None:
     write_log(tmp_path / "one", [1.0, 1.0], samples=[3, 4], norm=[1.0, 2.0])
     write_log(tmp_path / "two", [9.0, 9.0], flags=[int(Flag.HIDDEN)] * 2)
 

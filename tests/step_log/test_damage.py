@@ -36,7 +36,7 @@ def test_a_bit_that_is_flipped_anywhere_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", range(0, 8, 3))
-def test_a_file_with_another_beginning_is_no_log(place: int, tmp_path: Path) -> None:
+def test_a_file_with_another_beginning_is_refused(place: int, tmp_path: Path) -> None:
     path = made(tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[:place] + b"\0" + whole[place + 1 :])
@@ -112,7 +112,7 @@ def test_steps_that_do_not_rise_are_named(tmp_path: Path) -> None:
 
 
 def test_a_start_that_knows_another_log_contradicts(tmp_path: Path) -> None:
-    """A checkpoint has the chain of the log. Who resumes it finds a log that was written anew in its place."""
+    """A checkpoint has the chain of the log. A resume finds another log in its place."""
     head = write(tmp_path, (1, 5))
     write(tmp_path, (6, 7), resumed=5, head=head)
     assert read_step_log(tmp_path).contradictions == []
@@ -124,13 +124,13 @@ def test_a_start_that_knows_another_log_contradicts(tmp_path: Path) -> None:
     assert "segment 1 resumed a checkpoint of global step 5" in found
 
 
-def test_the_next_start_puts_aside_what_a_kill_within_a_write_has_left(tmp_path: Path) -> None:
+def test_the_next_start_moves_the_rest_of_a_killed_write_to_another_file(tmp_path: Path) -> None:
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
     for size in (ends[2] + 1, ends[2] + HEAD.size, ends[3] - 1):
         path.write_bytes(whole[:size])
-        for aside in path.parent.glob("*.cut-*"):
-            aside.unlink()
+        for cut in path.parent.glob("*.cut-*"):
+            cut.unlink()
         write(tmp_path, (11, 12), resumed=10)
 
         log = read_step_log(tmp_path)
@@ -141,7 +141,7 @@ def test_the_next_start_puts_aside_what_a_kill_within_a_write_has_left(tmp_path:
 
 
 @pytest.mark.parametrize("content", [b"", b"TSS", b"something else", MAGIC + b"\1"])
-def test_a_file_without_an_intact_block_is_put_aside_whole(content: bytes, tmp_path: Path) -> None:
+def test_a_file_without_an_intact_block_is_renamed(content: bytes, tmp_path: Path) -> None:
     path = log_path(tmp_path, 0)
     path.parent.mkdir()
     path.write_bytes(content)
@@ -153,7 +153,7 @@ def test_a_file_without_an_intact_block_is_put_aside_whole(content: bytes, tmp_p
 
 
 def test_a_log_that_is_killed_within_each_write_is_continued(tmp_path: Path) -> None:
-    """The system takes a part of each block; what follows is lost, as at a kill."""
+    """The system takes a part of each block; the rest is lost, as at a kill."""
     path = log_path(tmp_path, 0)
     for step in range(1, 30, 2):
         append(tmp_path, (Kind.STEPS, steps(step, step + 1).tobytes()), resumed=step - 1)

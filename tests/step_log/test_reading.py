@@ -1,4 +1,4 @@
-"""A step log gives back what was written: entries, details, segments, and what a resume has made again."""
+"""A step log returns its entries, details and segments, and the steps that a resume has made again."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_broken_library_fails_the_sums(broken: Callable[[], Any]) -> None:
     assert not influence.holds
 
 
-def test_a_library_that_refuses_what_is_private_fails() -> None:
+def test_a_library_that_refuses_private_modules_fails() -> None:
     refused = Kind(name="refused", module=kind_named("collate that centres").module, must_train=True)
     influence = influence_of(refused, short=True)
     assert influence.outcome == "refused"
@@ -96,7 +96,7 @@ def test_a_broken_library_loses_the_game() -> None:
 
 
 class _SharedRandomness(UserModule):
-    """The noise of each record depends on the records before it, whatever the library does."""
+    """The noise of each record depends on the records before it, in each library."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         shift = batch[0].detach().cumsum(0) - batch[0].detach()

@@ -1,4 +1,4 @@
-"""The short version of the benchmark that stands guard: ratios of CPU time, never times."""
+"""The short version of the benchmark: bounds on ratios of CPU time, never on times."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_processes_are_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) 
     measured = {name: iter([9.0, *seconds]) for name, seconds in [("trainstack_lean", [2.0, 8.0, 3.0])]}
     measured["raw"] = iter([9.0, 9.0, 2.0, 2.0, 4.0, 4.0, 2.0, 2.0])
     measured["trainstack_default"] = iter([9.0, 2.0, 4.0, 2.0])
-    monkeypatch.setattr(processes, "_measure", lambda what, contender: next(measured[contender]))
+    monkeypatch.setattr(processes, "_measure", lambda workload, contender: next(measured[contender]))
     rows = {row.split(" | ")[0]: row for row in processes.measure_processes("startup", 3).splitlines()[2:]}
     assert rows["| trainstack_lean"] == "| trainstack_lean | 3.000 | 1.500 | 1.00 - 2.00 |"
     assert rows["| trainstack_default"] == "| trainstack_default | 2.000 | 1.000 | 1.00 - 1.00 |"
@@ -130,11 +130,11 @@ def test_a_contender_that_fails_in_a_process_is_named() -> None:
 
 def test_the_table_of_checkpoints_has_a_line_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """One way runs in new processes, as all do for the figures; the others run in this process."""
-    anew = checkpoints._in_a_new_process
+    real = checkpoints._in_a_new_process
     monkeypatch.setattr(
         checkpoints,
         "_in_a_new_process",
-        lambda *what: (anew if what[0] == "used" else checkpoints._main)(*what),
+        lambda *words: (real if words[0] == "used" else checkpoints._main)(*words),
     )
     rows = [line.split(" | ") for line in measure_checkpoints(1, 1).splitlines()[2:]]
     seconds = {row[0].strip("| "): float(row[1]) for row in rows[2:]}
@@ -212,7 +212,7 @@ def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it(
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc")
-def test_memory_that_was_freed_is_not_made_anew_while_something_is_measured() -> None:
+def test_freed_memory_is_not_allocated_again_during_a_measurement() -> None:
     code = (
         "import resource, sys, torch\n"
         "from tools.bench.allocator import keep_freed_memory\n"

@@ -1,4 +1,4 @@
-"""The short version of the benchmark of private training that stands guard: ratios of CPU time, never times."""
+"""The short version of the benchmark of private training: bounds on ratios of CPU time, never on times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_fastest_mode_keeps_its_bound_and_beats_opacus_hooks(model: str, tmp
 
 
 @slow
-def test_memory_is_what_a_new_process_needs() -> None:
+def test_memory_is_measured_in_a_new_process() -> None:
     assert peak("gradients", "mlp", "vmap", 64) > peak("gradients", "mlp", "plain", 64)
 
 
@@ -54,7 +54,7 @@ def _table_row(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]
 
 
 @slow
-def test_whole_steps_are_measured_beside_plain_ones_and_opacus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_steps_are_measured_together_with_plain_ones_and_opacus(capsys: pytest.CaptureFixture[str]) -> None:
     row = _table_row(capsys, "--model", "mlp", "--no-memory")
     assert all(float(ratio) > 0 for ratio in row[5:11])
 

@@ -1,4 +1,4 @@
-"""The table of what the privacy audit sees."""
+"""The table of the faults that the privacy audit sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_the_table_tells_who_was_caught_and_who_was_blamed(
     assert lines[3] == "1 of 1 broken ones caught; 0 of 1 correct ones blamed"
 
 
-def test_what_escapes_fails_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_escapes_fails_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broken_privacy, "BROKEN", {"harmless": (broken_privacy._scaled_noise(lambda _: 1.0), set())})
     assert main(["audit", "--runs", "0"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "0 of 1 broken ones caught; 0 of 0 correct ones blamed"

@@ -1,4 +1,4 @@
-"""`make clients`: the runner, on scripts that are made here; the clients themselves are no part of the tests."""
+"""`make clients`: the runner, on scripts that are made here; the clients are not a part of the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = {
     "mended": f"{clients.MARK}not there yet\n",
 }
 
-# What torchvision does when it is imported, without its compiled operators.
+# The import of torchvision without its compiled operators.
 TORCHVISION = {
     "__init__": "from . import extension, _meta_registrations",
     "extension": "def _has_ops(): return False\ndef _assert_has_ops(): raise RuntimeError",
@@ -103,7 +103,7 @@ def test_nms_is_added_where_torchvision_does_not_load(
     probe = clients.added_operators.__wrapped__
     monkeypatch.setattr(clients, "added_operators", functools.cache(probe))
     assert run(monkeypatch, "--only", "detects") == 0, capsys.readouterr().out
-    assert "\ntorchvision 0.1 beside torch 2." in capsys.readouterr().out
+    assert "\ntorchvision 0.1 with torch 2." in capsys.readouterr().out
 
     (packages / "torchvision" / "_meta_registrations.py").write_text("", encoding="utf-8")
     assert probe(sys.executable) == ""

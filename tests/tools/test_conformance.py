@@ -28,7 +28,7 @@ def test_trainstack_passes_every_case_and_the_naive_loop_fails_every_case(traine
     assert all(not cell.seen.startswith("raises") for cell in row.cells.values()), "failed in some other way"
 
 
-def test_the_page_has_a_line_for_every_case_and_says_what_was_seen() -> None:
+def test_the_page_has_a_line_for_every_case_with_its_result() -> None:
     cells = {case.id: Verdict("pass") for case in all_cases()}
     cells["torn"] = Verdict("wrong", "sees <nothing>")
     cells["bomb"] = Verdict("n.a.", "saves nothing")

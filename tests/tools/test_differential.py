@@ -1,4 +1,4 @@
-"""Random trainings agree with a plain loop, and on several ranks with `sp`; both batteries find what is broken."""
+"""Random trainings agree with a plain loop, and on several ranks with `sp`; both batteries find planted faults."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_known_classes_are_pending() -> None:
     assert set(PENDING) <= set(CLASSES)
 
 
-# --- what is drawn
+# --- drawn cases
 
 
 def test_a_case_depends_on_seed_and_number_alone() -> None:

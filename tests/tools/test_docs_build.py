@@ -1,4 +1,4 @@
-"""`make docs` fails on what is wrong in a page: its command, with the settings of mkdocs.yml, over a small site."""
+"""`make docs` fails on a fault in a page: its command, with the settings of mkdocs.yml, over a small site."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def test_each_fault_is_a_warning_and_fails_the_build(tmp_path: Path) -> None:
         module=MODULE.replace("number: any.", "number: any.\n        other: there is no such parameter."),
         pages=("outside.md",),
     )
-    shown = {what: quoted for what, (_, quoted) in FAULTS.items()}
+    shown = {fault: quoted for fault, (_, quoted) in FAULTS.items()}
     shown["a page outside the navigation"] = 'not included in the "nav"'
     shown["a docstring entry without a parameter"] = "'other'"
-    missed = [what for what, quoted in shown.items() if not any(quoted in line for line in warnings_in(output))]
+    missed = [fault for fault, quoted in shown.items() if not any(quoted in line for line in warnings_in(output))]
     assert not missed, output
     assert status == 1
     assert len(warnings_in(output)) >= len(shown)

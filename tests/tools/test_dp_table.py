@@ -77,7 +77,7 @@ def test_the_short_form_trains_each_row_once(tmp_path: Path, capsys: pytest.Capt
         table.main()
     again = capsys.readouterr().out
     assert [line.split(",")[0] for line in first.splitlines()[:3]] == list(ROWS)
-    assert again.splitlines() == first.splitlines()[3:], "what is finished is not trained again"
+    assert again.splitlines() == first.splitlines()[3:], "finished rows are not trained again"
     assert sum(line.startswith("| ") and "| 1 |" in line for line in again.splitlines()) == 3
     ledger = SpendLedger(tmp_path / "out" / "scatternet-linear" / "run-1" / "privacy-ledger.jsonl")
     assert (8.0, 1.0, 2) in ledger.spent()

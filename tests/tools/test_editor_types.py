@@ -1,4 +1,4 @@
-"""What `make check` asks pyright: the pages' Python keeps its lines."""
+"""Pyright in `make check`: the Python of the pages keeps its lines."""
 
 from __future__ import annotations
 

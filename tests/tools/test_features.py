@@ -99,19 +99,19 @@ def test_any_other_state_is_a_problem(state: str) -> None:
 
 def test_a_missing_id_is_named() -> None:
     assert problems_of("| PMT-01 | a | b | works |", tested=("PMT-01",)) == (
-        "docs/features.md: PMT-02 is missing. Add a row that says what becomes of it."
+        "docs/features.md: PMT-02 is missing. Add a row with its state."
     )
 
 
-def test_an_id_that_stands_twice_is_named_with_both_lines() -> None:
+def test_a_repeated_id_is_named_with_both_lines() -> None:
     row = "| PMT-01 | a | b | works |"
-    assert "PMT-01 stands 2 times, on the lines 7, 9" in problems_of(row, "| PMT-02 | a | b | works |", row)
+    assert "PMT-01 occurs 2 times, on the lines 7, 9" in problems_of(row, "| PMT-02 | a | b | works |", row)
 
 
 @pytest.mark.parametrize("id_", ["PMT-03", "PMT-1", "XX-01", "F101", "pmt-01"])
 def test_an_unknown_id_is_named(id_: str) -> None:
     rows = [f"| {other} | a | b | works |" for other in [*IDS, id_]]
-    assert f"{id_!r} is no id of the five lists" in problems_of(*rows)
+    assert f"{id_!r} is not in the five lists" in problems_of(*rows)
 
 
 def test_there_are_179_ids() -> None:
@@ -191,16 +191,16 @@ def test_markers_are_found_wherever_they_stand(tmp_path: Path) -> None:
         ("@pytest.mark.spec(id='PMT-01')\ndef test(): ...", "names no id"),
         ("@pytest.mark.spec(SOME_ID)\ndef test(): ...", "written out as a string"),
         ("@pytest.mark.spec(18)\ndef test(): ...", "written out as a string"),
-        ("def test(:", "this is no Python"),
+        ("def test(:", "this is not Python"),
     ],
 )
-def test_what_cannot_be_read_is_a_problem(tmp_path: Path, source: str, sentence: str) -> None:
+def test_an_unreadable_file_is_a_problem(tmp_path: Path, source: str, sentence: str) -> None:
     (problem,) = markers_in(tmp_path, source).problems
     assert problem.startswith("tests/deep/test_it.py:1: ")
     assert sentence in problem
 
 
-# --- what is printed
+# --- output
 
 
 def test_the_summary_counts_by_list() -> None:
@@ -244,7 +244,7 @@ def test_all_problems_are_printed_and_only_check_fails(tmp_path: Path, capsys: p
     assert main(["--check"], root) == 1
     printed = capsys.readouterr().out
     assert printed.count("is said to work and no test carries its id") == 179
-    assert "'PA-99' is no id" in printed
+    assert "'PA-99' is not in the five lists" in printed
     assert "it has 2 cells" in printed
     assert "a marker names 'PMT-99'" in printed
 

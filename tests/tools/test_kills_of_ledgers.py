@@ -11,7 +11,7 @@ from tools.kills import ledger
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-def test_the_sum_of_a_ledger_is_never_below_what_killed_runs_released(tmp_path: Path) -> None:
+def test_the_sum_of_a_ledger_is_never_below_the_releases_of_killed_runs(tmp_path: Path) -> None:
     found = ledger.run(tmp_path, kills=3, seed=2)
     assert found.problems == []
     assert 0 < found.released <= found.recorded <= found.released + 16 * found.kills

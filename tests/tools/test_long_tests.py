@@ -60,7 +60,7 @@ def test_an_interrupted_run_keeps_the_results_so_far(tmp_path: Path, monkeypatch
     assert (tmp_path / "ran").read_text() == "abc"
 
 
-def test_every_battery_has_a_name_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_battery_has_its_own_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = [battery.name for battery in long_tests.batteries()]
 
     assert len(set(names)) == len(names)

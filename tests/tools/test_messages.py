@@ -1,4 +1,4 @@
-"""Every error has a section on the page about messages, and the page quotes what is really raised."""
+"""Every error has a section on the page about messages, and the page quotes the real messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_error_without_a_section_and_a_message_that_is_gone_are_told() -> Non
     ]
 
 
-def test_a_quoted_message_may_leave_out_what_varies() -> None:
+def test_a_quoted_message_may_leave_out_variable_parts() -> None:
     assert tool.occurs("epochs=...: write", KNOWN[0].text)
     assert not tool.occurs("write ... epochs", KNOWN[0].text)
 

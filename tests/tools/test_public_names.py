@@ -1,4 +1,4 @@
-"""Every public name has a docstring, and what the documentation lacks is told."""
+"""Every public name has a docstring, and names that the documentation lacks are reported."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the training ends with where nothing disturbs it."""
+    """The final weights of an undisturbed training."""
     return two_jobs.undisturbed(tmp_path_factory.mktemp("reference"))
 
 

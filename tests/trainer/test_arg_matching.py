@@ -59,7 +59,7 @@ def test_a_function_gets_anything_and_none_changes_nothing() -> None:
 
 
 @pytest.mark.spec("FN-15")
-def test_what_has_no_names_is_refused() -> None:
+def test_values_without_names_are_refused() -> None:
     with pytest.raises(ts.ModuleContractError, match=r"names cannot be mapped in a Tensor\. Use a function"):
         apply_mapping({"a": "b"}, torch.zeros(2))
 
@@ -98,7 +98,7 @@ def test_keyword_only_parameters_and_partial_objects_are_matched() -> None:
 
 
 @pytest.mark.spec("FN-17")
-def test_what_is_missing_is_named_with_what_is_provided() -> None:
+def test_missing_arguments_are_named_with_the_provided_ones() -> None:
     with pytest.raises(
         ts.ModuleContractError,
         match=r"area requires 'width'. The available names are \['depth', 'height'\] and \['label'\]",

@@ -125,7 +125,7 @@ def test_a_wrong_value_is_refused_when_arguments_are_made(
     ],
     ids=str,
 )
-def test_what_may_be_right_is_accepted(changes: dict[str, Any]) -> None:
+def test_possible_values_are_accepted(changes: dict[str, Any]) -> None:
     args = ts.TrainerArguments(**changes)
     assert ts.TrainerArguments.from_dict(args.to_dict()).to_dict() == args.to_dict()
 
@@ -215,7 +215,7 @@ def test_a_resumed_path_that_is_not_there_is_refused_before_anything_is_loaded(t
         trainer.train()
 
 
-def test_a_checkpointer_may_have_names_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpointer_may_have_its_own_names(tmp_path: Path) -> None:
     class ById(ts.DefaultCheckpointer):
         def load(self, resume: Any = None) -> ts.Checkpoint:
             assert resume == "team/run-3"
@@ -263,7 +263,7 @@ def test_the_default_backend_is_ddp_where_the_place_is_said_by_hand() -> None:
     assert args.layer_options == {"ddp": {"place": PLACE}}
 
 
-def test_half_of_a_launcher_is_answered_with_both_ways_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_of_a_launcher_is_answered_with_both_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ts.ConfigurationError, match=r"backend 'auto': LOCAL_RANK='1' is set.*write backend='sp'"):
         ts.TrainerArguments()
@@ -277,23 +277,23 @@ def test_no_layer_can_be_called_auto() -> None:
         ts.register_trainer_backend("auto", lambda: None)  # type: ignore[arg-type, return-value]
 
 
-def test_a_run_goes_on_between_auto_and_the_name_and_is_shown_under_the_name(
+def test_a_run_continues_between_auto_and_the_name_and_is_shown_under_the_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
 
-    def go_on(epochs: int, backend: str, **changes: Any) -> None:
+    def train_to(epochs: int, backend: str, **changes: Any) -> None:
         module = ts.SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data)
         args = ts.TrainerArguments(
             backend=backend, epochs=epochs, train_batch_size=8, output_dir=tmp_path, progress="none", **changes
         )
         ts.Trainer(module, args).train()
 
-    go_on(1, "auto")
+    train_to(1, "auto")
     assert "backend                sp on cpu" in capsys.readouterr().out
     assert ts.list_checkpoints(tmp_path / "checkpoints")[0].global_step == 2
     assert '"backend": "sp"' in (tmp_path / "run.json").read_text()
-    go_on(2, "sp", resume=True)
-    go_on(3, "auto", resume=True)
+    train_to(2, "sp", resume=True)
+    train_to(3, "auto", resume=True)
 
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

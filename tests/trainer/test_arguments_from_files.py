@@ -46,7 +46,7 @@ class TestFromDictAndYaml:
             ts.DefaultCheckpointerArguments(keep=1)  # type: ignore[call-arg]
         assert "epochs" in inspect.signature(ts.TrainerArguments).parameters
 
-    def test_a_file_that_is_no_mapping(self, tmp_path: Path) -> None:
+    def test_a_file_without_a_mapping(self, tmp_path: Path) -> None:
         (tmp_path / "list.yaml").write_text("- 1\n")
         with pytest.raises(ts.ConfigurationError, match="write a mapping"):
             ts.TrainerArguments.from_yaml(tmp_path / "list.yaml")

@@ -116,7 +116,7 @@ def test_a_callback_sees_batch_outputs_loss_and_indices_of_one_micro_batch(tmp_p
 
 
 class Accuracy(ts.Callback):
-    """Counts by itself, and feeds a metric if it has one."""
+    """Counts, and feeds a metric if it has one."""
 
     def __init__(self, metric: Any = None) -> None:
         self.metric, self.counts, self.stages = metric, torch.zeros(1, 2), set[str]()

@@ -1,4 +1,4 @@
-"""What a callback may use of a trainer: the ready-made ones need nothing else, and a wrong time is an error."""
+"""The interface of a trainer for callbacks: the ready-made ones need nothing else; a wrong time is an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.helpers.user_callbacks import (
     PAIRS,
     FrozenStart,
     Norms,
+    behaviour_of,
     calls_over_processes,
     more_data,
     user_callbacks,
-    what_it_does,
 )
 from trainstack.trainer import AbstractTrainer
 
@@ -32,9 +32,9 @@ def trainer_of(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_users_callback_does_what_the_ready_made_one_does(name: str, tmp_path: Path) -> None:
-    ours, users = (what_it_does(make(), str(tmp_path / str(n))) for n, make in enumerate(PAIRS[name]))
-    without = what_it_does(ts.Callback(), str(tmp_path / "without"))
+def test_a_users_callback_behaves_like_the_ready_made_one(name: str, tmp_path: Path) -> None:
+    ours, users = (behaviour_of(make(), str(tmp_path / str(n))) for n, make in enumerate(PAIRS[name]))
+    without = behaviour_of(ts.Callback(), str(tmp_path / "without"))
 
     assert users == ours
     assert users != without
@@ -51,7 +51,7 @@ def test_over_two_processes_too(tmp_path: Path) -> None:
         for here, there in zip(first[name], second[name], strict=True):
             assert here["trained"] == there["trained"], name
             assert here["at_end"] == there["at_end"], name
-        alone = what_it_does(PAIRS[name][1](), str(tmp_path / name))
+        alone = behaviour_of(PAIRS[name][1](), str(tmp_path / name))
         torch.testing.assert_close(torch.tensor(users["trained"]), torch.tensor(alone["trained"]), rtol=1e-4, atol=1e-5)
 
 
@@ -205,7 +205,7 @@ def test_frozen_parameters_are_left_alone_by_momentum_and_weight_decay(tmp_path:
 
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_before_backward", "on_after_backward"])
 @pytest.mark.parametrize("call", ["freeze", "unfreeze"])
-def test_within_a_step_freezing_is_refused_and_the_run_can_go_on(hook: str, call: str, tmp_path: Path) -> None:
+def test_within_a_step_freezing_is_refused_and_the_run_can_continue(hook: str, call: str, tmp_path: Path) -> None:
     module = Classifier(numbers(24))
 
     def in_the_step(trainer: ts.Trainer) -> None:
@@ -224,7 +224,7 @@ def test_within_a_step_freezing_is_refused_and_the_run_can_go_on(hook: str, call
     assert torch.equal(before, module.net[0].weight)
 
 
-def test_what_cannot_be_frozen_or_trained_is_refused(tmp_path: Path) -> None:
+def test_parts_that_cannot_be_frozen_or_trained_are_refused(tmp_path: Path) -> None:
     module = Classifier(numbers(24))
     module.net[3].bias.requires_grad_(False)
     trainer = trainer_of(tmp_path, module)
@@ -234,7 +234,9 @@ def test_what_cannot_be_frozen_or_trained_is_refused(tmp_path: Path) -> None:
     trainer.freeze(module.net[3].parameters())
     assert [p.requires_grad for p in module.net[3].parameters()] == [False, False]
     trainer.unfreeze(module.net[3].parameters())
-    assert [p.requires_grad for p in module.net[3].parameters()] == [True, True], "also what the module had frozen"
+    assert [p.requires_grad for p in module.net[3].parameters()] == [True, True], (
+        "also parameters that the module had frozen"
+    )
 
     private = trainer_of(tmp_path, Classifier(numbers(24)), backend="sp-dp")
     with pytest.raises(ts.ConfigurationError, match="private run"):
@@ -274,7 +276,7 @@ TOO_EARLY = {
 
 
 @pytest.mark.parametrize("name", TOO_EARLY)
-def test_what_does_not_exist_yet_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_a_missing_value_is_refused_by_name(name: str, tmp_path: Path) -> None:
     class Early(ts.Callback):
         def on_init(self, trainer: AbstractTrainer) -> None:
             TOO_EARLY[name](trainer)

@@ -1,4 +1,4 @@
-"""Ready-made callbacks: what they do, that they change nothing else, and that an interruption does not show."""
+"""Ready-made callbacks: their effect, no other effect, and the same result after an interruption."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
 
 class Scored(Classifier):
-    """Measures what it is told to, epoch by epoch."""
+    """Records the given values, one an epoch."""
 
     def __init__(self, *scores: float, **options: Any) -> None:
         super().__init__(numbers(24), validate=True, **options)
@@ -121,7 +121,7 @@ def test_the_best_is_saved_after_each_validation_within_an_epoch(tmp_path: Path)
     assert (best.global_step, best.metrics["score"]) == (4, 0.9)
 
 
-def test_early_stopping_goes_on_waiting_after_a_resume(tmp_path: Path) -> None:
+def test_early_stopping_continues_to_wait_after_a_resume(tmp_path: Path) -> None:
     """Interrupted at every step; in the end it stops where an unbroken run does, with the same weights."""
     scores = [1.0, 3.0, 2.0, 2.0, 2.0, 9.0]
     unbroken = Scored(*scores, dropout=0.2)
@@ -156,7 +156,7 @@ def test_a_run_that_was_stopped_early_stops_again_when_it_is_resumed(tmp_path: P
         assert trainer.state.epoch == 2
 
 
-def test_a_function_may_say_what_is_watched_and_the_default_is_the_checkpointers_monitor(tmp_path: Path) -> None:
+def test_a_function_may_name_the_watched_metric_and_the_default_is_the_checkpointers_monitor(tmp_path: Path) -> None:
     def gap(results: Mapping[str, float]) -> float:
         return results["score"] - 1
 
@@ -275,7 +275,7 @@ def test_the_best_weights_are_in_the_module_at_the_end_and_the_last_checkpoint_i
     assert torch.equal(weights(resumed), seen[2])
 
 
-def test_training_goes_on_from_the_weights_trained_last(tmp_path: Path) -> None:
+def test_training_continues_from_the_weights_trained_last(tmp_path: Path) -> None:
     def run(*callbacks: Any) -> torch.Tensor:
         module = Scored(1.0, 5.0, 2.0)
         trainer = trainer_of(tmp_path, module, *callbacks, epochs=3)
@@ -361,7 +361,7 @@ def test_averages_of_another_module_are_refused(tmp_path: Path) -> None:
         ema.update_state(state)
 
 
-# --- what is trained, and on how much ----------------------------------------------------------------------
+# --- trained parts, and limits of data ------------------------------------------------------------------------
 
 
 @pytest.mark.spec("PA-40", "F214")
@@ -406,7 +406,7 @@ def test_limited_batches_are_in_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-54")
-def test_extra_validation_has_a_rhythm_of_its_own(tmp_path: Path) -> None:
+def test_extra_validation_has_its_own_schedule(tmp_path: Path) -> None:
     keys: list[str] = []
 
     class Keyed(Scored):
@@ -428,7 +428,7 @@ def test_extra_validation_has_a_rhythm_of_its_own(tmp_path: Path) -> None:
     assert len(trainer.history.get_metric_values("val/second/loss")) == 2
 
 
-# --- what is measured --------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.spec("PA-40", "FN-54", "F124")
@@ -509,7 +509,7 @@ def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeyp
     assert of("throughput/mfu")[:3] == [0.16, 0.16, 0.09]
 
 
-def test_the_timer_tells_what_a_step_spends_its_time_on(tmp_path: Path) -> None:
+def test_the_timer_reports_the_parts_of_a_step(tmp_path: Path) -> None:
     class Slow(Noisy):
         def __getitem__(self, index: int) -> Any:
             time.sleep(0.001)
@@ -547,7 +547,7 @@ def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> N
 
 @pytest.mark.spec("PA-36", "PA-40")
 @pytest.mark.processes
-def test_callbacks_over_two_processes_do_what_they_do_in_one(tmp_path: Path) -> None:
+def test_callbacks_over_two_processes_behave_as_in_one(tmp_path: Path) -> None:
     """Stopping, averages, best weights and freezing; stopped by one process in the middle and resumed."""
     alone = with_callbacks(str(tmp_path / "one"), backend="sp")
     answers = run_world(2, callbacks_cut, directory=str(tmp_path / "two"))
@@ -557,8 +557,8 @@ def test_callbacks_over_two_processes_do_what_they_do_in_one(tmp_path: Path) -> 
     assert unbroken == resumed
     assert (alone["steps"], alone["reason"]) == (unbroken["steps"], unbroken["reason"])
     assert alone["frozen"] is unbroken["frozen"] is True
-    for what in ("weights", "averages"):
-        torch.testing.assert_close(torch.tensor(alone[what]), torch.tensor(unbroken[what]), rtol=1e-5, atol=1e-6)
+    for name in ("weights", "averages"):
+        torch.testing.assert_close(torch.tensor(alone[name]), torch.tensor(unbroken[name]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.spec("PA-40")

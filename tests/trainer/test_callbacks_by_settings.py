@@ -1,4 +1,4 @@
-"""Several callbacks of one class get the states that fit their settings, in whatever order they are given."""
+"""Several callbacks of one class get the states that fit their settings, in any order."""
 
 from __future__ import annotations
 

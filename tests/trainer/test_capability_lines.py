@@ -17,7 +17,7 @@ SAVES = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
 
 
 @pytest.mark.spec("PMT-09", "PA-33", "HZ-27")
-def test_what_is_set_up_comes_in_one_order(tmp_path: Path) -> None:
+def test_the_setup_has_a_fixed_order(tmp_path: Path) -> None:
     train(Classifier(scheduler=True), tmp_path, **SAVES)
     calls: list[str] = []
 
@@ -57,7 +57,7 @@ def test_what_is_set_up_comes_in_one_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-17", "PMB-10", "PA-27", "HZ-03", "HZ-15")
-def test_device_stack_and_module_are_what_was_asked_for(tmp_path: Path) -> None:
+def test_device_stack_and_module_are_the_requested_ones(tmp_path: Path) -> None:
     module = Classifier()
     for changes in ({"device": "cpu", "backend": "sp"}, {"device": "auto", "use_gpu": False, "backend": "sp-bf16"}):
         trainer = ts.Trainer(module, arguments(tmp_path, **changes))
@@ -105,7 +105,7 @@ def test_data_optimizers_and_schedulers_are_made_in_methods(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("PA-24", "HZ-02", "HZ-04", "HZ-22", "HZ-33")
-def test_a_run_has_one_folder_with_checkpoints_named_by_step_and_goes_on_from_them(tmp_path: Path) -> None:
+def test_a_run_has_one_folder_with_checkpoints_named_by_step_and_continues_from_them(tmp_path: Path) -> None:
     changes = {**SAVES, "epochs": 3, "seed_everything": True}
     whole = train(Classifier(dropout=0.5, scheduler=True), tmp_path / "whole", **changes)
     stopped = ts.Trainer(Classifier(dropout=0.5, scheduler=True), arguments(tmp_path / "run", **changes))

@@ -1,4 +1,4 @@
-"""Typical mistakes: each gets a sentence that says what was given, what is wrong and what to write instead."""
+"""Typical mistakes: each gets a sentence that names the given value, the fault and the correction."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ MODULE_MISTAKES = {
     ),
     "batch_size not passed on": (
         loader(lambda s, b: DataLoader(s.dataset, batch_size=5)),
-        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size on",
+        "called with batch_size=8 and returned a loader with batch_size=5. Pass batch_size to the",
     ),
     "an empty data set": (
         loader(lambda s, b: DataLoader(TensorDataset(torch.zeros(0, 6)), batch_size=b)),
@@ -94,7 +94,7 @@ MODULE_MISTAKES = {
     ),
     "an empty list for a loader": (
         loader(lambda s, b: []),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "validation data without val_step": (
         {
@@ -109,7 +109,7 @@ MODULE_MISTAKES = {
     ),
     "a list of validation loaders": (
         val_loader(lambda s, b: [DataLoader(s.dataset, batch_size=b)]),
-        "get_val_dataloaders gave a list. Several DataLoaders go into a dict by name",
+        "get_val_dataloaders gave a list. Give several DataLoaders as a dict by name",
     ),
     "the sampler class not called": (
         {
@@ -121,7 +121,7 @@ MODULE_MISTAKES = {
     ),
     "a loader that is used up": (
         loader(lambda s, b: iter(())),
-        "gave no batch at all. Return a loader over data",
+        "gave no batch at all. Return a loader with data",
     ),
     "train_step with other arguments": (
         {"train_step": lambda self, batch, batch_idx: None},
@@ -186,11 +186,11 @@ ARGUMENT_MISTAKES = {
     "an unknown choice": ({"nonfinite": "ignore"}, "nonfinite='ignore': write one of 'raise', 'skip'"),
     "an unknown device": ({"device": "tpux"}, "device='tpux': torch has no such device"),
     "no writers": ({"writers": None}, r"writers=None: write a list .*or \[\] for none"),
-    "a writer by itself": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
+    "a single writer": ({"writers": CsvWriter("metrics.csv")}, "write a list of names and Writer objects"),
     "the class of a writer": ({"writers": CsvWriter}, "write a list of names and Writer objects"),
     "the class of a writer in a list": ({"writers": [CsvWriter]}, r"Write an object: CsvWriter\(\.\.\.\)"),
     "no backend options": ({"backend_options": None}, "backend_options=None: write a dict of options for each layer"),
-    "options that are no dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
+    "options other than a dict": ({"backend_options": {"amp": 1}}, "by its token: {'amp': {'init_scale': 1024.0}}"),
     "statistics with another field": ({"stats_args": {"log_stps": 1}}, r"log_stps"),
     "resume in quotes": ({"resume": "True"}, "resume='True' would be the path .* Write resume=True, not in quotes"),
     "no resume in quotes": ({"resume": "no"}, "Write resume=False, not in quotes"),
@@ -302,7 +302,7 @@ def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
 
 
 @pytest.mark.parametrize("name", ["get_val_dataloader", "validation_step", "get_val_dataset", "interval", "last_step"])
-def test_methods_of_ones_own_are_no_slips_where_nothing_is_missing(
+def test_methods_of_the_user_are_not_reported_where_nothing_is_missing(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(broken(**{name: lambda self: None}), tmp_path)

@@ -1,4 +1,4 @@
-"""Events: one table, three ways to subscribe, in a fixed order, and what of it survives a resume."""
+"""Events: one table, three ways to subscribe, in a fixed order, and the part that a resume restores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_events_of_a_run_come_in_the_order_of_the_table(tmp_path: Path) -> N
     assert once == [event.value for event in ts.Event if event.value in once]
 
 
-def test_a_subscriber_is_given_what_the_table_says(tmp_path: Path) -> None:
+def test_a_subscriber_gets_the_arguments_of_the_table(tmp_path: Path) -> None:
     given: dict[ts.Event, tuple[Any, ...]] = {}
     trainer = trainer_of(tmp_path, checkpointer_args=SAVING, log_every=1)
     for event in set(ts.Event) - {ts.Event.INIT}:
@@ -105,7 +105,7 @@ def test_subscribers_of_one_event_run_in_the_documented_order(tmp_path: Path) ->
 
 
 @pytest.mark.spec("FN-38", "FN-39")
-def test_a_function_that_cannot_take_what_the_event_gives_is_refused_when_it_subscribes(tmp_path: Path) -> None:
+def test_a_function_that_cannot_take_the_arguments_of_the_event_is_refused_when_it_subscribes(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
 
     def too_much(trainer: ts.Trainer, step: int, more: int) -> None: ...
@@ -125,7 +125,7 @@ def test_a_function_that_cannot_take_what_the_event_gives_is_refused_when_it_sub
         trainer_of(tmp_path, callbacks=[Wrong])
 
 
-def test_a_subscriber_may_take_fewer_arguments_and_a_default_of_its_own_stays(tmp_path: Path) -> None:
+def test_a_subscriber_may_take_fewer_arguments_and_keeps_its_defaults(tmp_path: Path) -> None:
     seen: list[Any] = []
     trainer = trainer_of(tmp_path, Classifier(numbers(8)))
     trainer.on(ts.Event.TRAIN_STEP_END)(lambda: seen.append("nothing"))
@@ -172,7 +172,7 @@ def test_a_filter_that_cannot_be_is_refused(wrong: dict[str, Any], tmp_path: Pat
 
 
 class Sometimes(ts.Callback):
-    """Counts what it sees; two of its methods have filters of their own."""
+    """Counts its calls; two of its methods have filters."""
 
     def __init__(self) -> None:
         self.third, self.epochs, self.count = list[int](), list[int](), 0
@@ -197,8 +197,8 @@ class Sometimes(ts.Callback):
 
 @pytest.mark.spec("FN-37", "FN-41", "F408", "FN-50", "FN-45")
 @pytest.mark.parametrize("stop_at", range(1, 12))
-def test_counters_and_states_of_subscribers_go_on_after_a_resume(stop_at: int, tmp_path: Path) -> None:
-    """4 epochs of 3 steps, broken off after any of them; two callbacks of a class keep states of their own."""
+def test_counters_and_states_of_subscribers_continue_after_a_resume(stop_at: int, tmp_path: Path) -> None:
+    """4 epochs of 3 steps, broken off after any of them; two callbacks of a class keep separate states."""
     fourth: list[int] = []
 
     def run(last: int | None = None) -> tuple[ts.Trainer, list[Sometimes]]:
@@ -232,21 +232,23 @@ def test_counters_and_states_of_subscribers_go_on_after_a_resume(stop_at: int, t
 
 
 @pytest.mark.spec("FN-08")
-def test_what_subscribed_in_vain_is_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_subscriber_that_was_never_called_is_named_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = trainer_of(tmp_path, Classifier(numbers(24)))
 
-    def in_vain(trainer: ts.Trainer) -> None: ...
+    def unused(trainer: ts.Trainer) -> None: ...
 
     def too_rare(trainer: ts.Trainer) -> None: ...
 
-    trainer.on(ts.Event.VALIDATION_END)(in_vain)
+    trainer.on(ts.Event.VALIDATION_END)(unused)
     trainer.on(ts.Event.TRAIN_STEP_END, once=100)(too_rare)
     trainer.on(ts.Event.EXCEPTION)(lambda: None)  # a run without exceptions is nothing to warn of
     trainer.train()
 
     told = [record.message for record in caplog.records if "has never run" in record.message]
     assert len(told) == 2
-    assert any("in_vain" in line and "the event never occurred" in line for line in told)
+    assert any("unused" in line and "the event never occurred" in line for line in told)
     assert any("too_rare" in line and "3 times" in line for line in told)
 
 
@@ -320,7 +322,7 @@ def test_two_trainers_know_nothing_of_each_others_subscribers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("wrong", [[3], [dict], 3, "EMA"])
-def test_what_is_no_callback_is_refused(wrong: Any, tmp_path: Path) -> None:
+def test_an_object_other_than_a_callback_is_refused(wrong: Any, tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match="callbacks"):
         trainer_of(tmp_path, callbacks=wrong)
 
@@ -331,7 +333,7 @@ def test_one_callback_cannot_be_given_twice(tmp_path: Path) -> None:
         trainer_of(tmp_path, callbacks=[recorder, recorder])
 
 
-def test_the_verbs_of_a_step_are_left_as_they_are_where_nobody_subscribes() -> None:
+def test_the_verbs_of_a_step_are_unchanged_without_subscribers() -> None:
     def verb(*_: Any) -> None: ...
 
     windows: list[Any] = []
@@ -364,7 +366,7 @@ def test_the_page_has_the_table_as_it_is() -> None:
     assert "\n".join(rows) in page
 
 
-def test_an_evaluation_by_itself_comes_by_its_events_and_leaves_random_numbers_alone(tmp_path: Path) -> None:
+def test_a_separate_evaluation_fires_its_events_and_leaves_random_numbers_alone(tmp_path: Path) -> None:
     recorder = Recorder()
     trainer = trainer_of(tmp_path, callbacks=[recorder])
     trainer.on(ts.Event.VALIDATION_END)(lambda: torch.rand(3))

@@ -30,7 +30,7 @@ def test_an_overridden_value_that_no_run_reads_is_refused(name: str, tmp_path: P
         kind(Classifier(), arguments(tmp_path))
 
 
-def test_a_trainer_with_methods_of_its_own_is_made(tmp_path: Path) -> None:
+def test_a_trainer_with_further_methods_is_made(tmp_path: Path) -> None:
     kind = type("Mine", (ts.Trainer,), {"send_mail": lambda self: None})
     assert kind(Classifier(), arguments(tmp_path)).last_epoch == -1
     assert not [name for name in _TRAINER_METHODS if hasattr(ts.Trainer, name)]

@@ -1,4 +1,4 @@
-"""Whatever others put into the folder of a run, a training neither waits for it nor ends by a raw error of Python."""
+"""Foreign entries in the folder of a run: a training neither waits for them nor ends in a raw error of Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainstack.trainer import run_record
 from trainstack.trainer.run_record import RunRecord, read_record
 from trainstack.trainer.tracking.writers.tensorboard import event_files
 
-pytestmark = pytest.mark.timeout(120)  # what waits for a FIFO waits for ever
+pytestmark = pytest.mark.timeout(120)  # a read of a FIFO would wait without an end
 
 LOGS: dict[str, Any] = {"writers": ["csv", "tensorboard"], "report": True}
 SAVING = ts.DefaultCheckpointerArguments()
@@ -92,7 +92,9 @@ def test_a_record_with_a_right_hash_and_another_type_is_not_used(field: str, val
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "endless", "sparse"])
-def test_commands_and_arguments_name_what_is_no_regular_file(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_arguments_name_an_entry_other_than_a_regular_file(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     go()
     for name in ("run/run.json", "run/checkpoints/mine", "weights.safetensors", "metrics.csv"):
         put(kind, Path(name))
@@ -108,7 +110,7 @@ def test_commands_and_arguments_name_what_is_no_regular_file(kind: str, capsys: 
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "endless"])
-def test_a_log_that_is_no_file_is_refused_with_the_ways_out(kind: str) -> None:
+def test_a_log_other_than_a_file_is_refused_with_corrections(kind: str) -> None:
     put(kind, Path("run/metrics.csv"))
     with pytest.raises(ts.ConfigurationError, match="Remove or rename it, or write another output_dir"):
         go()
@@ -160,7 +162,7 @@ def test_a_name_that_is_taken_by_something_else_is_an_error_of_the_library(
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_a_folder_that_cannot_be_listed_is_no_empty_one(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_does_not_count_as_empty(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     go()
     scandir = os.scandir
 
@@ -193,7 +195,7 @@ def test_a_path_with_a_nul_character_is_refused() -> None:
         ts.TrainerArguments(output_dir="a\0b")
 
 
-def test_a_temporary_file_that_is_a_folder_of_somebody_is_passed_by(tmp_path: Path) -> None:
+def test_a_foreign_folder_with_the_name_of_a_temporary_file_is_ignored(tmp_path: Path) -> None:
     make_folder(tmp_path / ".a.tmp" / "inner")
     _files.atomic_write(tmp_path / "a", b"x")
     assert (tmp_path / "a").read_bytes() == b"x"

@@ -1,4 +1,4 @@
-"""Where the values go that a module logs, and what a trainer leaves on the module."""
+"""The records of the values that a module logs, and the attributes that a trainer sets on the module."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class TestTheSink:
         sink.record("value", torch.tensor(2.0))
         assert history.to_dict()["value"] == {"value": [2.0], "step": [5], "epoch": [3]}
 
-    def test_nested_blocks_give_back_what_was_there_also_after_an_error(self) -> None:
+    def test_nested_blocks_restore_the_former_sink_also_after_an_error(self) -> None:
         outer, inner, history, state = ts.RunHistory(), ts.RunHistory(), ts.RunHistory(), RunState()
         sink = LogSink().connect(history, state)
 

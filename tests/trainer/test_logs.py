@@ -1,4 +1,4 @@
-"""The logger "trainstack" belongs to the application; what a run says reaches it by `log_level`."""
+"""The logger "trainstack" belongs to the application; the messages of a run reach it by `log_level`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainstack.trainer.core.logs import RunLogger
 
 
 def run(program: str, *, imports: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a process of its own, where nothing has configured logging; a new one for what `imports` do."""
+    """Run `program` in a new process, where nothing has configured logging; `imports` run there first."""
     new: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": patience(60)}
     done = subprocess.run([sys.executable, "-c", program], **new) if imports else run_python("-c", program)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ logging.getLogger("trainstack").addHandler(handler)
 
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What a handler of the root logger is given, while the library's logger has no level."""
+    """The records that a handler of the root logger gets, while the library's logger has no level."""
     monkeypatch.setattr(logging.getLogger("trainstack"), "level", logging.NOTSET)
     seen: list[str] = []
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""Names that users of other libraries write are answered with what to write."""
+"""Names of other libraries are answered with ours."""
 
 from __future__ import annotations
 

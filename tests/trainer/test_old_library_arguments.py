@@ -1,4 +1,4 @@
-"""Arguments and calls as users of pytorch-accelerated, Hezar and fastNLP know them: they work, or say what to write."""
+"""Arguments and calls of pytorch-accelerated, Hezar and fastNLP: they work, or name the correction."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_metrics_with_get_metric_are_taken_and_a_monitor_needs_no_prefix(tmp_pat
         ({"task": "text_classification"}, r"Write the metrics by name.*docs/recipes/"),
     ],
 )
-def test_other_libraries_values_are_answered_with_what_to_write(changes: Any, message: str, tmp_path: Path) -> None:
+def test_other_libraries_values_are_answered_with_a_correction(changes: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         arguments(tmp_path, **changes)
 
@@ -329,7 +329,7 @@ def test_the_first_batches_of_a_batch_sampler_are_overfitted_under_the_loader_s_
 
 @pytest.mark.spec("FN-33")
 def test_ctrl_c_returns_where_that_is_asked_for(tmp_path: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
     for on_interrupt in ("raise", "return"):
         args = arguments(tmp_path / on_interrupt, epochs=3, on_interrupt=on_interrupt, **saves)

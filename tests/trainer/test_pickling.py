@@ -63,7 +63,7 @@ def test_a_copy_of_a_stopped_one_does_not_train(tmp_path: Path) -> None:
     copied.validate()
 
 
-def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_pickled_are_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path / "training")
     said: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Who may read what a run writes."""
+"""Permissions of the files of a run."""
 
 from __future__ import annotations
 

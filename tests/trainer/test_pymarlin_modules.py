@@ -85,7 +85,7 @@ class Pictures(ModuleInterface):
 
 @pytest.mark.spec("PMT-01", "PMT-02", "PMT-10", "PMT-11", "PMT-13", "PMT-22", "PMT-25", "PA-35", "FN-07", "T4", "T7")
 @pytest.mark.parametrize("backend", stacks_that_run_here(trainer=False))
-def test_the_hooks_come_in_order_with_what_they_are_owed(backend: str, tmp_path: Path) -> None:
+def test_the_hooks_are_called_in_order_with_their_arguments(backend: str, tmp_path: Path) -> None:
     module = Pictures()
     args = TrainerArguments(
         epochs=3,

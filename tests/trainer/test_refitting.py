@@ -1,4 +1,4 @@
-"""What the trial before training takes for an error of memory, and what it leaves alone."""
+"""The errors that the trial before training treats as errors of memory, and those that it raises."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_error_that_is_none_of_memory_goes_through(tmp_path: Path) -> None:
         train(Broken(most=8), tmp_path, fit_micro_batch=True)
 
 
-def test_always_is_refused_with_what_to_write(tmp_path: Path) -> None:
+def test_always_is_refused_with_a_correction(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"fit_micro_batch='always': .* Write fit_micro_batch=True"):
         arguments(tmp_path, fit_micro_batch="always")
 

@@ -34,7 +34,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin_another_process() -> None:
-    """Forget what a new process would not know."""
+    """Forget values that a new process does not have."""
     run_directory._finished.clear()
 
 
@@ -50,7 +50,7 @@ def trained(**changes: Any) -> ts.Trainer:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What lies in `folder`, but for the lease, whose number rises with each start."""
+    """The entries of `folder` without the lease, whose number rises with each start."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and ".lease-" not in path.name]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -108,8 +108,8 @@ def test_auto_continues_the_newest_unfinished_run() -> None:
     assert again.output_dir == unfinished.output_dir != whole.output_dir
     assert (again.output_dir / "metrics.csv").read_bytes() == (whole.output_dir / "metrics.csv").read_bytes()
     begin_another_process()
-    anew = make(epochs=2, resume="auto")
-    assert anew.output_dir not in (unfinished.output_dir, whole.output_dir)
+    new = make(epochs=2, resume="auto")
+    assert new.output_dir not in (unfinished.output_dir, whole.output_dir)
 
 
 def test_auto_does_not_take_the_run_of_another_script_or_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_file_without_a_valid_record_is_none(text: str, tmp_path: Path) -> Non
     assert read_record(tmp_path) is None
 
 
-def test_auto_leaves_a_run_alone_that_is_under_way() -> None:
+def test_auto_leaves_a_running_training_alone() -> None:
     unfinished = stop_at(3, epochs=2)
     lease = Lease.acquire([unfinished.output_dir])
     assert make(resume="auto").output_dir != unfinished.output_dir
@@ -339,7 +339,7 @@ def test_a_file_that_a_run_would_replace_is_not_called_a_run() -> None:
     assert Path("mine", "metrics.csv").read_text() == "a,b\n1,2\n"
 
 
-def test_other_files_in_the_folder_are_no_run() -> None:
+def test_other_files_in_the_folder_do_not_count_as_a_run() -> None:
     Path("mine").mkdir()
     Path("mine", "notes.txt").write_text("mine")
     trained(output_dir="mine")
@@ -354,13 +354,13 @@ def test_overwrite_deletes_the_run_and_nothing_else() -> None:
     for name in strangers:
         Path("kept", name).parent.mkdir(parents=True, exist_ok=True)
         Path("kept", name).write_text("mine")
-    anew = trained(output_dir="kept", overwrite=True)
+    new = trained(output_dir="kept", overwrite=True)
     fresh = trained(output_dir="fresh")
 
     assert {name: Path("kept", name).read_text() for name in strangers} == dict.fromkeys(strangers, "mine")
     ours = set(contents(Path("kept"))) - set(strangers)
     assert ours == set(contents(Path("fresh")))
-    assert (anew.output_dir / "metrics.csv").read_bytes() == (fresh.output_dir / "metrics.csv").read_bytes()
+    assert (new.output_dir / "metrics.csv").read_bytes() == (fresh.output_dir / "metrics.csv").read_bytes()
 
 
 def test_overwrite_keeps_a_folder_best_that_the_run_has_not_written() -> None:
@@ -613,8 +613,8 @@ def test_a_script_that_is_interrupted_says_one_sentence_and_continues() -> None:
     assert f"Saved runs/{folder.name}/checkpoints" in said[0]
     before = contents(folder)
 
-    anew = run_script("False", quiet=True)
-    assert anew.returncode == 0
+    new = run_script("False", quiet=True)
+    assert new.returncode == 0
     assert contents(folder) == before
     assert len(list(Path("runs").iterdir())) == 2
 

@@ -50,7 +50,7 @@ def test_training_again_does_nothing_more(tmp_path: Path) -> None:
     assert torch.equal(weights(module), after)
 
 
-def test_training_goes_on_after_an_interruption(tmp_path: Path) -> None:
+def test_training_continues_after_an_interruption(tmp_path: Path) -> None:
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         if global_step == 3 and not interrupted:
             interrupted.append(True)

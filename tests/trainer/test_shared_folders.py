@@ -58,7 +58,7 @@ def run_id_of(folder: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["save_dir", "model_state_save_dir"])
-def test_overwrite_deletes_the_files_of_its_own_run_alone(name: str) -> None:
+def test_overwrite_deletes_only_the_files_of_its_run(name: str) -> None:
     train("first", **shared(name))
     first = owners("shared")
     train("second", **shared(name))
@@ -158,15 +158,17 @@ def test_a_checkpoint_of_another_run_is_not_replaced_by_path() -> None:
     before = owners("first/checkpoints")
     second = train("second")
     for name in before:
-        with pytest.raises(ts.CheckpointError, match=r"a checkpoint of another run has this name.*Write another path"):
+        with pytest.raises(
+            ts.CheckpointError, match=r"a checkpoint of another run \(.*\) has this name.*Write another path"
+        ):
             second.save_checkpoint(path=f"first/checkpoints/{name}")
     for _ in range(2):
-        second.save_checkpoint(path="aside/mine")  # which has no run, and is replaced
+        second.save_checkpoint(path="extra/mine")  # which has no run, and is replaced
 
     assert owners("first/checkpoints") == before
 
 
-def test_nothing_is_saved_by_path_into_the_folder_of_a_training_under_way() -> None:
+def test_nothing_is_saved_by_path_into_the_folder_of_a_running_training() -> None:
     second = train("second")
 
     def save() -> None:

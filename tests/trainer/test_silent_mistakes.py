@@ -1,4 +1,4 @@
-"""Mistakes of module authors that would train something else than what was meant, without an error."""
+"""Mistakes of module authors that would train another model than intended, without an error."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def said(caplog: Logs, *words: str) -> list[str]:
     return [record.message for record in caplog.records if all(word in record.message for word in words)]
 
 
-# --- a metric that is fed with what is right (N-1)
+# --- a metric with the right inputs
 
 
 class Scored(Classifier):
-    """Validates with a metric; `form` makes what `val_step` returns of loss, predictions and labels."""
+    """Validates with a metric; `form` makes the outputs of `val_step` from loss, predictions and labels."""
 
     def __init__(self, form: Callable[..., Any], dataset: Any = None, **named: Any) -> None:
         super().__init__(numbers(16) if dataset is None else dataset, validate=True, **named)
@@ -48,7 +48,7 @@ class Scored(Classifier):
     [lambda loss, found, labels: (loss, found == labels), lambda loss, found, labels: found == labels],
     ids=["loss and booleans", "booleans"],
 )
-def test_booleans_are_no_predictions(form: Any, tmp_path: Path) -> None:
+def test_booleans_are_refused_as_predictions(form: Any, tmp_path: Path) -> None:
     message = (
         "val_step returned a boolean tensor, and the metric 'acc' would compare it with the labels. Return the pred"
     )
@@ -76,7 +76,7 @@ def test_booleans_are_predictions_where_labels_are_booleans(tmp_path: Path) -> N
     ],
     ids=["both chosen", "named", "predictions"],
 )
-def test_what_the_step_has_chosen_is_taken(form: Any, tmp_path: Path) -> None:
+def test_the_choice_of_the_step_is_taken(form: Any, tmp_path: Path) -> None:
     assert "val/acc" in train(Scored(form), tmp_path).history.get_metric_names()
 
 
@@ -144,7 +144,7 @@ def test_lists_that_hold_nothing_to_train_are_left_alone(tmp_path: Path, caplog:
 
 
 class Parts(Classifier):
-    """`body` and `head`; `mode` says what becomes of the body."""
+    """`body` and `head`; `mode` is the treatment of the body."""
 
     def __init__(self, mode: str, **named: Any) -> None:
         super().__init__(numbers(16), **named)
@@ -208,7 +208,7 @@ class Out:
         (lambda loss, scores, labels: {"val_loss": loss}, "a dict with the keys 'val_loss': no loss was found"),
         (
             lambda loss, scores, labels: {"ce": loss.item(), "right": 3.0},
-            "'ce', 'right', of which 'ce', 'right' are numbers and no tensors: no loss was found",
+            "'ce', 'right', of which 'ce', 'right' are numbers, not tensors: no loss was found",
         ),
         (lambda loss, scores, labels: scores, "a tensor of shape (8, 3): no loss was found"),
         (lambda loss, scores, labels: Out(scores, loss), "a Out with the keys 'scores', 'val_loss': no loss"),
@@ -264,7 +264,7 @@ def test_the_mean_of_extreme_losses_is_recorded(values: list[float], expected: f
 
 
 class ByHand(Classifier):
-    """Calls in `place` what `call` says."""
+    """Makes the call `call` in `place`."""
 
     def __init__(self, call: str, place: str = "train_step", schedule: str = "linear") -> None:
         super().__init__(numbers(24))
@@ -368,7 +368,7 @@ def test_a_schedule_stepped_at_the_end_of_an_epoch_of_one_step_is_named(tmp_path
     assert len(said(caplog, "called scheduler.step() itself in global step 2")) == 1
 
 
-def test_a_micro_batch_without_weight_is_no_zeroing_by_hand(tmp_path: Path, caplog: Logs) -> None:
+def test_a_micro_batch_without_weight_does_not_count_as_zeroing_by_hand(tmp_path: Path, caplog: Logs) -> None:
     class Weighs(Classifier):
         def batch_weight(self, batch: Any) -> float:
             return float(batch[1][0] > 0)

@@ -187,7 +187,7 @@ def test_the_scheduler_may_have_a_rhythm(tmp_path: Path) -> None:
 
 
 class Watched(SupervisedModule):
-    """Keeps what reaches the hook after validation."""
+    """Keeps the arguments of the hook after validation."""
 
     def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
         self.seen = {**getattr(self, "seen", {}), key: outputs[0]}
@@ -211,7 +211,7 @@ def test_loss_outputs_and_targets_reach_the_hook_after_validation(tmp_path: Path
 
 @pytest.mark.spec("FN-17", "HZ-26")
 @pytest.mark.parametrize(("keys", "expected"), [(None, {"id", "target"}), (["target"], {"target"})])
-def test_targets_of_named_batches_are_what_the_model_does_not_take_or_what_is_asked_for(
+def test_targets_of_named_batches_are_the_unused_or_the_requested_items(
     keys: Any, expected: set[str], tmp_path: Path
 ) -> None:
     module = Watched(Net(), cross_entropy, "sgd", Named(), Named(10), target_keys=keys)
@@ -285,7 +285,7 @@ def test_a_val_step_that_names_its_outputs_otherwise_feeds_metrics_by_name(tmp_p
 
 
 @pytest.mark.spec("FN-10", "FN-15", "FN-16", "HZ-17")
-def test_training_and_validation_may_have_mappings_and_methods_of_their_own(tmp_path: Path) -> None:
+def test_training_and_validation_may_have_separate_mappings_and_methods(tmp_path: Path) -> None:
     module = Watched(
         Net(),
         cross_entropy,
@@ -505,7 +505,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.spec("FN-10", "HZ-10")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_cannot_be_put_together_is_answered_at_once(mistake: str) -> None:
+def test_parts_that_do_not_fit_are_refused_at_once(mistake: str) -> None:
     changes, message = MISTAKES[mistake]
     with pytest.raises(ts.ConfigurationError, match=message):
         supervised(**changes)
@@ -538,7 +538,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.spec("FN-17", "PA-01")
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_does_not_fit_the_data_is_answered_when_it_is_seen(failure: str, tmp_path: Path) -> None:
+def test_settings_that_do_not_fit_the_data_are_refused_at_the_first_batch(failure: str, tmp_path: Path) -> None:
     changes, message = FAILURES[failure]
     with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
         train(supervised(**changes), tmp_path)
@@ -583,7 +583,7 @@ def padded(shifted: bool = False) -> list[dict[str, Tensor]]:
 def test_a_model_s_own_loss_over_labels_counts_by_labels(
     kind: Any, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Compiled(nn.Module):  # what torch.compile makes
+    class Compiled(nn.Module):  # as torch.compile makes it
         def __init__(self) -> None:
             super().__init__()
             self._orig_mod = TokenMeanForCausalLM()
@@ -626,7 +626,7 @@ COUNTS: dict[str, tuple[dict[str, Any], Any, float | None]] = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_what_the_loss_is_a_mean_over_can_be_chosen(name: str) -> None:
+def test_the_samples_that_the_loss_averages_can_be_chosen(name: str) -> None:
     changes, batch, count = COUNTS[name]
     module = supervised(**changes)
     weigh = custom_batch_weight(module)

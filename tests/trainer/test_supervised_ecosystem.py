@@ -161,7 +161,7 @@ class TestAdapted:
         assert not parameters_of(module.model).takes_all
         assert parameters_of(self.Wrapper(OwnLoss())).takes_all
 
-    def test_args_alone_are_refused_and_beside_kwargs_left_out(self) -> None:
+    def test_args_alone_are_refused_and_ignored_together_with_kwargs(self) -> None:
         with pytest.raises(ModuleContractError, match=r"takes \*args by position only"):
             parameters_of(lambda *args: None)
         assert parameters_of(lambda *args, x, **kwargs: None).names == ("x",)
@@ -199,14 +199,14 @@ class TestColumns:
     def test_they_are_named_where_they_stay(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             assert self.module().train_dataset is self.data
-        assert "has the columns text, which neither the model nor the loss names" in caplog.text
+        assert "has the columns text, which neither the model nor the loss uses" in caplog.text
 
     def test_renamed_ones_and_target_keys_stay(self) -> None:
         module = self.module(remove_unused_columns=True, input_mapping={"text": "x2"})
         assert module.train_dataset is self.data
         assert self.module(remove_unused_columns=True, target_keys=["text"]).train_dataset is self.data
 
-    def test_what_cannot_be_done_is_refused(self) -> None:
+    def test_impossible_combinations_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="with a list, whose columns are not known"):
             ts.SupervisedModule(OwnLoss(), None, "sgd", ROWS, remove_unused_columns=True)
         with pytest.raises(ConfigurationError, match="a function as input_mapping"):

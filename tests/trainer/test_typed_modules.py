@@ -1,4 +1,4 @@
-"""What type checkers see of the package; `make check` runs mypy over `tests/helpers/typed_module.py`."""
+"""The package as type checkers see it; `make check` runs mypy over `tests/helpers/typed_module.py`."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_calls_of_user_code_that_no_seed_decides_are_found() -> None:
         os.urandom(1), uuid.uuid4(), random.SystemRandom().random()
         np.random.default_rng(), random.Random(), torch.Generator().seed()
         np.random.default_rng(1), random.Random(1), torch.Generator().manual_seed(1), random.random()
-        logging.getLogger("nobody").warning("a line with its time")
+        logging.getLogger("tests").warning("a line with its time")
 
     called = sorted(source.called.partition(" (")[2].rstrip(")") or source.called for source in watch.found)
     assert called == [
@@ -130,7 +130,7 @@ def test_the_command_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None
     assert "os.urandom" in found["sources"][0]["called"]
 
 
-def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_compared_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ([f"{FILE}:Good", "--backend", "ddp"], "joins processes"),
         ([f"{FILE}:Goood"], "Did you mean 'Good'?"),

@@ -1,6 +1,6 @@
 """`verify_resume` tells whether a killed and resumed training is the unbroken one, and if not, why.
 
-The page docs/verifying.md runs it as users do, in processes that import everything anew. Here they are forks of one
+The page docs/verifying.md runs it as users do, in processes that import everything again. Here they are forks of one
 that has.
 """
 
@@ -73,7 +73,7 @@ def test_a_training_that_survives_is_said_to(verified: Any, tmp_path: Path, caps
     assert list(tmp_path.iterdir()) == [], "neither the arguments' folder is touched nor anything left"
 
 
-def test_a_module_that_forgets_is_reported_with_what_it_forgets(
+def test_a_module_that_forgets_is_reported_with_the_lost_state(
     verified: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = verified(Forgets)
@@ -90,7 +90,7 @@ def test_a_module_that_forgets_is_reported_with_what_it_forgets(
     shutil.rmtree(report.folder)
 
 
-def test_what_lies_outside_of_the_module_is_searched_for_elsewhere(verified: Any) -> None:
+def test_state_outside_of_the_module_is_searched_for_elsewhere(verified: Any) -> None:
     report = verified(CountsOutside)
 
     assert not report.same
@@ -106,12 +106,12 @@ def test_a_training_that_is_never_the_same_is_told_from_one_that_forgets(verifie
     assert "not repeatable even without a kill" in str(report)
 
 
-def test_a_training_that_fails_is_shown_with_what_it_printed(verified: Any) -> None:
+def test_a_training_that_fails_is_shown_with_its_output(verified: Any) -> None:
     with pytest.raises(ts.LaunchError, match=r"process-0 ended with exit code 1(?s:.*)the data is gone"):
         verified(Fails)
 
 
-def test_what_proves_nothing_is_refused(verified: Any, tmp_path: Path) -> None:
+def test_a_setting_that_proves_nothing_is_refused(verified: Any, tmp_path: Path) -> None:
     def refused(sentence: str, **changes: Any) -> None:
         with pytest.raises(ts.ConfigurationError, match=sentence):
             ts.verify_resume(Slow, arguments(tmp_path, **{"checkpointer_args": SAVING, **changes}))
@@ -133,10 +133,10 @@ def test_runs_that_are_killed_while_they_save_end_with_the_bits_of_unbroken_ones
     assert run([("sp-amp", True), ("ddp", False)], kills=2, seed=1)
 
 
-def test_a_comparison_that_cannot_see_what_is_forgotten_proves_nothing(
+def test_a_comparison_that_cannot_see_the_lost_state_proves_nothing(
     verified: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checker tests itself: it goes on with a parameter that is not restored."""
+    """The checker tests itself: it continues with a parameter that is not restored."""
     report = verified(Constant)
 
     assert report.divergence is None
@@ -217,7 +217,7 @@ def test_kills_strike_in_saves_and_at_the_start_the_middle_and_the_end_of_epochs
     assert {moment.step for moment in draw_moments(random.Random(0), 5, one_epoch, before=0)} == {5}
 
 
-def test_the_report_says_what_was_not_covered() -> None:
+def test_the_report_names_its_gaps() -> None:
     assert not_covered(report_of(kill(0)), OUTLINE) == (
         "checkpoints at the start and the middle and the end of an epoch",
         "a kill during a save",

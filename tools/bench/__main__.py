@@ -4,8 +4,7 @@
 private training, `python -m tools.bench order` the order of data sets of up to 1e12 samples, `python -m tools.bench
 sharded` sharded checkpoints, `python -m tools.bench sharding-memory` the memory of processes that share a model, and
 `python -m tools.bench load-memory` that of saving and loading. `python -m tools.bench record` measures the step log and
-`verify_replay`. `python -m tools.bench audit` says what the privacy
-audit sees of training that is broken on purpose.
+`verify_replay`, and `python -m tools.bench audit` lists the planted faults that the privacy audit finds.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tools.bench.report import as_json, table, versions
 from tools.bench.workloads import WORKLOADS
 
 CHECKPOINT = "checkpoint"
-"""The workload that is no training: printed, not part of the figures that --json keeps."""
+"""A workload without training: printed, not part of the figures that --json keeps."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     contenders = [c for c in find_contenders() if not options.only or c.name in {"raw", "raw_clip", *options.only}]
     rounds = options.rounds or (3 if options.quick else 7)
-    print(", ".join(f"{what} {value}" for what, value in versions().items()))
+    print(", ".join(f"{name} {value}" for name, value in versions().items()))
     results = {}
     for name in options.workload or (*WORKLOADS, *WHOLE, CHECKPOINT):
         if name == CHECKPOINT:
@@ -103,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         help="measure only this one; may be given several times",
     )
     parser.add_argument(
-        "--only", action="append", metavar="CONTENDER", help="only this one beside raw and raw_clip; several times"
+        "--only", action="append", metavar="CONTENDER", help="only this one, with raw and raw_clip; several times"
     )
     parser.add_argument("--rounds", type=_at_least_one, help="rounds that count (default: 7, with --quick 3)")
     parser.add_argument("--quick", action="store_true", help="a fifth of the steps; trust it to 10 %%")

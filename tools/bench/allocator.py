@@ -1,4 +1,4 @@
-"""Memory that glibc gives back to the system and asks for again: left out of what is measured."""
+"""Memory that glibc gives back to the system and asks for again: left out of measurements."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it has freed; False where that cannot be had.
+    """Let this process keep freed memory; False where that is not possible.
 
-    Whether a step's memory lies at the end of the heap, so that freeing it gives it back and the next step has every
-    page of it made anew, depends on whatever small thing was allocated after it. Chance decides then whether a
-    contender's step on a small CNN costs a tenth more, and the same one in the next process does not.
+    If the memory of a step is at the end of the heap, `free` returns it to the system, and the next step allocates
+    each page again. That depends on small allocations after it, so by chance. A contender's step on a small CNN costs
+    a tenth more in one process and not in the next.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -23,6 +23,6 @@ def keep_freed_memory() -> bool:
 
 
 def forget_peak() -> None:
-    """Give freed memory back to the system, and let Linux measure the peak (VmHWM) anew from here on."""
+    """Give freed memory back to the system, and let Linux measure the peak (VmHWM) again from here."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -60,14 +60,14 @@ def _timed(do: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _in_a_new_process(*what: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "tools.bench.checkpoints", *what]
+def _in_a_new_process(*words: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tools.bench.checkpoints", *words]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
 def _save(state: State, folder: Path) -> dict[str, float]:
-    """Seconds of each way to save; what the round before has left is deleted first, and that is not counted."""
+    """Seconds of each way to save; the files of the round before are deleted first, and that time is not counted."""
     for old in ("ours", "async"):
         shutil.rmtree(folder / old, ignore_errors=True)
     (folder / "torch.pt").unlink(missing_ok=True)
@@ -134,16 +134,16 @@ def _load(folder: str) -> dict[str, float]:
     return times
 
 
-def _main(what: str, folder: str, millions: str = "0") -> dict[str, float]:
+def _main(case: str, folder: str, millions: str = "0") -> dict[str, float]:
     torch.set_num_threads(1)
-    if what == "save":
+    if case == "save":
         return _save(_make_state(int(millions)), Path(folder))
-    name, load = WAYS[what]
+    name, load = WAYS[case]
     return {name: _timed(lambda: load(Path(folder)))}
 
 
 def _table(seconds: Seconds, millions: int) -> str:
-    rows = [("what", "seconds", "compared with", "ratio", "lowest - highest")]
+    rows = [("way", "seconds", "compared with", "ratio", "lowest - highest")]
     for name, mine in seconds.items():
         against = "torch.save and fsync" if "held" in name or "durable" in name or name == "trainstack" else None
         if against is None and name != "torch.save and fsync" and not name.startswith("torch.load"):

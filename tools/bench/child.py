@@ -1,4 +1,4 @@
-"""What `tools.bench.processes` starts: one contender doing one thing in a process of its own.
+"""The process that `tools.bench.processes` starts: one contender with one task.
 
 Imports no other contender, so that a hand-written loop does not pay for the library.
 """
@@ -26,7 +26,7 @@ from tools.bench.task import Task
 from tools.bench.workloads import SEED, WORKLOADS
 
 
-def main(what: str, contender: str) -> None:
+def main(case: str, contender: str) -> None:
     """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 and `fsdp` on W3 as one process of a world.
 
     The last two print CPU seconds of the training and a sum over the final weights, `memory` the peak in MB; `startup`
@@ -35,10 +35,10 @@ def main(what: str, contender: str) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(SEED)
-        if what in ("ddp", "fsdp"):
+        if case in ("ddp", "fsdp"):
             keep_freed_memory()
             size = int(os.environ["WORLD_SIZE"])
-            if what == "ddp":
+            if case == "ddp":
                 run = _ddp(contender, WORKLOADS["W2"]().cut(60), Path(folder))
             else:
                 task = WORKLOADS["W3"]()
@@ -50,14 +50,14 @@ def main(what: str, contender: str) -> None:
             print(counts[fsdp_rank.GATHER], counts[fsdp_rank.SCATTER], end=" ")
             print(time.process_time() - began, sum(tensor.double().sum().item() for tensor in result))
             return
-        task = WORKLOADS["W1"]().cut(1) if what == "startup" else WORKLOADS["W3"]()
+        task = WORKLOADS["W1"]().cut(1) if case == "startup" else WORKLOADS["W3"]()
         importlib.import_module(f"tools.bench.contenders.{contender}").CONTENDER.prepare(task, Path(folder))()
-    if what == "memory":
+    if case == "memory":
         print(_peak())
 
 
 def _peak() -> float:
-    """The most memory that this process has had, in MB. What the system says of a child to its parent, `ru_maxrss`,
+    """The most memory that this process has had, in MB. The value that the parent gets of a child, `ru_maxrss`,
     counts the parent's own memory from before the child's program began."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024

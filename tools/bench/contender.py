@@ -14,7 +14,7 @@ from torch import Tensor
 from tools.bench.task import Task
 
 Run = Callable[[], Sequence[Tensor]]
-"""Carries out a task once and returns what must agree: the final weights, or the collected outputs."""
+"""Carries out a task once and returns the values that must agree: the final weights, or the collected outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Contender:
         name: as in the table.
         rank: the place in the table.
         against: the name of the hand-written loop that does the same arithmetic: ratios are formed with it, and
-            the results must be the same bits. Where that one has no part in a workload, `raw` stands in.
-        prepare: makes model and data ready, given a task and an empty folder to write to. Not timed; what it
+            the results must be the same bits. Where that one has no part in a workload, `raw` takes its place.
+        prepare: makes model and data ready, given a task and an empty folder to write to. Not timed; the time that it
             returns is.
         kinds: of tasks that it can carry out.
         feeds: ways for batches to reach the loop that it has.

@@ -17,7 +17,7 @@ from tools.bench.contender import Run
 from tools.bench.task import Task
 from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, TrainerArguments
 
-# A NullHandler keeps the notice that a list has an order of its own off the screen.
+# A NullHandler hides the notice that a list has its own order.
 logging.getLogger("trainstack").addHandler(logging.NullHandler())
 
 
@@ -50,7 +50,7 @@ class TaskModule(ModuleInterface):
 
 
 class NullTerminal(io.TextIOWrapper):
-    """Says that it is a terminal; what is written goes to the null device, through a real system call."""
+    """Says that it is a terminal; its output goes to the null device, through a real system call."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__(open(os.devnull, "wb", buffering=0), encoding="utf-8", write_through=True)  # noqa: SIM115
@@ -63,13 +63,13 @@ class NullTerminal(io.TextIOWrapper):
 
 @contextmanager
 def null_screen(is_terminal: bool) -> Iterator[None]:
-    """What is printed within goes to the null device, which says whether it is a terminal as told."""
+    """Output within goes to the null device, which claims to be a terminal or not, as told."""
     with NullTerminal(is_terminal) as screen, redirect_stdout(screen), redirect_stderr(screen):
         yield
 
 
 def arguments_for(task: Task, folder: Path, **options: Any) -> TrainerArguments:
-    """What a task fixes, with `options` as further arguments; checkpoints are off."""
+    """The arguments that a task fixes, with `options` as further arguments; checkpoints are off."""
     return TrainerArguments(
         train_batch_size=task.micro_batch * task.accumulation,
         gpu_batch_size_limit=task.micro_batch,
@@ -88,7 +88,7 @@ def prepare_library(
 ) -> Run:
     """`Trainer.train`, or `Trainer.validate` for a task that evaluates, with `options` as trainer arguments.
 
-    What the library prints goes to the null device, which claims to be a terminal if `on_terminal`.
+    The output of the library goes to the null device, which claims to be a terminal if `on_terminal`.
     """
     args = arguments_for(task, folder, **options)
     module = module or TaskModule(task)

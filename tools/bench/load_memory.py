@@ -1,7 +1,7 @@
 """`python -m tools.bench load-memory`: peak memory of each rank when a run with AdamW is saved and when it is resumed.
 
-Resident memory of new processes. "above" is the peak without what the process holds before and after: the module as it
-was made before, and its part of parameters and optimizer states afterwards.
+Resident memory of new processes. "above" is the peak without the memory that the process holds before and after: the
+module as it was made before, and its part of parameters and optimizer states afterwards.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Wide(nn.Module):
 
 
 class _PeakOfSaves:
-    """The most memory that a save took above what the process held before it."""
+    """The most memory that a save took above that of the process before it."""
 
     above = 0.0
 

@@ -20,7 +20,7 @@ from tools.bench.workloads import SEED
 
 @dataclass(slots=True)
 class Outcome:
-    """What one contender did in one workload.
+    """The measurements of one contender in one workload.
 
     Attributes:
         name, against: of the contender, and of the one it is compared with here.
@@ -53,7 +53,7 @@ def measure(
     """Run each contender once a round, in alternating order, after a round that does not count.
 
     Args:
-        task: what all of them do.
+        task: of all of them.
         contenders: those that cannot do a task of this kind are left out.
         rounds: that count.
         tell: is given a word on how far it is.

@@ -32,7 +32,7 @@ def order_of(length: int, version: int) -> DataOrder:
 def measure(length: int, version: int, rounds: int) -> dict[str, float]:
     """CPU seconds to the first batch of an epoch and after a resume, MB, and CPU microseconds a batch.
 
-    A batch has its part of what is made for the whole epoch.
+    A batch has its share of the work for the whole epoch.
     """
     order = order_of(length, version)
     middle = int(length * RESUMED) // BATCH * BATCH
@@ -71,7 +71,9 @@ def _peak(length: int, version: int) -> float:
 
 
 def _print_peak(length: int, version: int) -> None:
-    for _ in order_of(2, version).local_batches(0):  # what is loaded at the first use is no memory of the order
+    for _ in order_of(2, version).local_batches(
+        0
+    ):  # modules loaded at the first use do not count as memory of the order
         torch.randperm(2)
     before = _resident("VmRSS")
     for _ in islice(order_of(length, version).local_batches(0), 100):

@@ -28,7 +28,7 @@ GOALS = {"mlp": 1.6, "cnn": 1.25, "transformer": 1.4}
 """CPU time of a private step over a plain one, at 256 records."""
 
 _BLOCK = 4
-"""Steps in a block: what begins and ends the library's loop is a small part of so many, and a pause of the machine
+"""Steps in a block: begin and end of the library's loop are a small part of so many, and a pause of the machine
 spoils few."""
 
 _SLOW = {"sp-dp hooks", "opacus hooks", "opacus functorch", "vmap", "loop"}
@@ -69,7 +69,7 @@ _PARTS = {
     "sample": ["sampling:PoissonSampling.draw"],
     "account": ["budget:Accountant.charge"],
 }
-"""Functions in `trainstack.backends.dp` by what they are for."""
+"""Functions in `trainstack.backends.dp` by their purpose."""
 
 
 def parts(model: str, batch: int, rounds: int) -> dict[str, float]:
@@ -89,19 +89,19 @@ def parts(model: str, batch: int, rounds: int) -> dict[str, float]:
 @contextmanager
 def _timed(spent: dict[str, float]) -> Iterator[None]:
     """A block in which the outermost call of a function of `_PARTS` adds its CPU time."""
-    under_way: list[str] = []
+    open_parts: list[str] = []
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if under_way:
+            if open_parts:
                 return function(*args, **kwargs)
-            under_way.append(part)
+            open_parts.append(part)
             began = time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[under_way.pop()] += time.process_time() - began
+                spent[open_parts.pop()] += time.process_time() - began
 
         return call
 
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         raise SystemExit(f"{', '.join(unknown)}: give some of {', '.join(others)}.")
     names = [base, *(options.only or others)]
-    print(", ".join(f"{what} {value}" for what, value in versions().items()))
+    print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(
         f"{options.records} records. CPU time of all threads over that of {base}; least of {options.rounds} blocks.\n"
     )
@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", choices=MODELS, help="only this one; may be given several times")
     parser.add_argument("--threads", action="append", type=int, help="of torch (default: 1, and 2)")
     parser.add_argument("--records", type=int, default=256, help="records in a step (default: 256)")
-    parser.add_argument("--only", action="append", metavar="NAME", help="only this one beside the plain step")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this one, with the plain step")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each contender (default: 30)")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave peak memory out")
     names = ("KIND", "MODEL", "CONTENDER", "RECORDS")

@@ -1,4 +1,4 @@
-"""What the benchmark of private training compares: models, whole steps of several loops, and gradients alone."""
+"""The contenders of the benchmark of private training: models, whole steps of several loops, and gradients alone."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ STEPS: dict[str, Callable[..., Steps]] = {
     "opacus hooks": partial(trained_by_opacus, "hooks"),
     "opacus ghost": partial(trained_by_opacus, "ghost"),
 }
-"""Whole steps, from the fetched batch to the zeroed gradients; the first is what others are compared with."""
+"""Whole steps, from the fetched batch to the zeroed gradients; others are compared with the first."""
 
 
 # --- gradients alone
@@ -270,7 +270,7 @@ GRADIENTS: dict[str, Callable[..., Steps]] = {
     "opacus functorch": partial(_repeated, partial(_opacus_gradient, force_functorch=True)),
 }
 """Forward, backward and clipping, without noise and optimizer; hooks and ghost without their comparison with single
-records. The first is what others are compared with."""
+records. Others are compared with the first."""
 
 
 def prepared(contenders: str, name: str, model: str, batch: int, data: TensorDataset, folder: Path) -> Steps:

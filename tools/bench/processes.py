@@ -1,4 +1,4 @@
-"""What only shows in processes of their own: starting up, peak memory, and training in two processes."""
+"""Measurements that need separate processes: starting up, peak memory, and training in two processes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ TITLES = {
 }
 
 
-def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lambda line: None) -> str:
-    """A table of `what`, one of `WHOLE`: contenders interleaved over rounds, ratios within a round.
+def measure_processes(case: str, rounds: int, tell: Callable[[str], None] = lambda line: None) -> str:
+    """A table of `case`, one of `WHOLE`: contenders interleaved over rounds, ratios within a round.
 
     Raises:
         RuntimeError: a process failed; with `ddp` and `fsdp`, weights differ from those of the hand-written loop; or,
@@ -33,14 +33,14 @@ def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lamb
     """
     values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for number in range(rounds + 1):
-        tell(f"{what}: round {number} of {rounds}")
+        tell(f"{case}: round {number} of {rounds}")
         for name in CONTENDERS if number % 2 else reversed(CONTENDERS):
-            value = _measure(what, "raw" if name == "null" else name)
+            value = _measure(case, "raw" if name == "null" else name)
             if number:
                 values[name].append(value)
-    title, unit = TITLES[what]
+    title, unit = TITLES[case]
     lines = [
-        f"{what}: {title}; {rounds} rounds",
+        f"{case}: {title}; {rounds} rounds",
         "",
         f"| contender | {unit} | of raw | lowest - highest |",
         "|-|-|-|-|",
@@ -48,14 +48,14 @@ def measure_processes(what: str, rounds: int, tell: Callable[[str], None] = lamb
     for name, mine in values.items():
         ratios = [a / b for a, b in zip(mine, values["raw"], strict=True)]
         lines.append(f"| {name} | {median(mine):.3f} | {median(ratios):.3f} | {min(ratios):.2f} - {max(ratios):.2f} |")
-    if what == "fsdp":
-        lines += ["", *_compare_collectives(what)]
+    if case == "fsdp":
+        lines += ["", *_compare_collectives(case)]
     return "\n".join(lines)
 
 
-def _compare_collectives(what: str) -> list[str]:
+def _compare_collectives(case: str) -> list[str]:
     """A line for each contender; refuses one with more a step than the hand-written loop."""
-    raw, lines = _collectives[what, "raw"], []
+    raw, lines = _collectives[case, "raw"], []
     for (_, name), counts in _collectives.items():
         lines.append(f"{name}: {counts[0]} all-gathers and {counts[1]} reduce-scatters a rank")
         if any(mine // STEPS > theirs // STEPS for mine, theirs in zip(counts, raw, strict=True)):
@@ -63,18 +63,18 @@ def _compare_collectives(what: str) -> list[str]:
     return lines
 
 
-def _measure(what: str, contender: str) -> float:
-    if what in ("ddp", "fsdp"):
-        return _world(what, contender)
-    child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", what, contender], stdout=subprocess.PIPE)
+def _measure(case: str, contender: str) -> float:
+    if case in ("ddp", "fsdp"):
+        return _world(case, contender)
+    child = subprocess.Popen([sys.executable, "-m", "tools.bench.child", case, contender], stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         said = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise RuntimeError(f"{contender} failed in {what}, with exit code {child.returncode}")
-    return float(said.split()[-1]) if what == "memory" else usage.ru_utime + usage.ru_stime
+        raise RuntimeError(f"{contender} failed in {case}, with exit code {child.returncode}")
+    return float(said.split()[-1]) if case == "memory" else usage.ru_utime + usage.ru_stime
 
 
 _sums: dict[str, list[str]] = {}
@@ -83,7 +83,7 @@ _collectives: dict[tuple[str, str], list[int]] = {}
 """By workload and contender, all-gathers and reduce-scatters of a rank, of the rank with the most."""
 
 
-def _world(what: str, contender: str, size: int = 2) -> float:
+def _world(case: str, contender: str, size: int = 2) -> float:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -95,7 +95,7 @@ def _world(what: str, contender: str, size: int = 2) -> float:
     }
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tools.bench.child", what, contender],
+            [sys.executable, "-m", "tools.bench.child", case, contender],
             env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -104,9 +104,9 @@ def _world(what: str, contender: str, size: int = 2) -> float:
     ]
     said = [child.communicate(timeout=300)[0].split()[-4:] for child in children]
     if any(child.returncode for child in children):
-        raise RuntimeError(f"{contender} failed in {what}")
+        raise RuntimeError(f"{contender} failed in {case}")
     sums, counts = [words[3] for words in said], [[int(word) for word in words[:2]] for words in said]
-    if sums != _sums.setdefault(what, sums) or (what == "ddp" and len(set(sums)) > 1):
-        raise RuntimeError(f"{contender} ended with other weights: sums of {sums} beside {_sums[what]}")
-    _collectives[what, contender] = [max(one) for one in zip(*counts, strict=True)]
+    if sums != _sums.setdefault(case, sums) or (case == "ddp" and len(set(sums)) > 1):
+        raise RuntimeError(f"{contender} ended with other weights: sums of {sums} instead of {_sums[case]}")
+    _collectives[case, contender] = [max(one) for one in zip(*counts, strict=True)]
     return sum(float(words[2]) for words in said)

@@ -30,7 +30,7 @@ PARTS = {
     "optimizer": "its step",
     "log points": "reading losses, writers, bar, signals",
     "the loop": "zeroing gradients, counting, keeping losses, hooks",
-    "once a run": "what is made before the first step and ended after the last",
+    "once a run": "setup before the first step and cleanup after the last",
 }
 
 
@@ -42,11 +42,11 @@ class Clock:
         self.start()
 
     def start(self) -> None:
-        """Begin here, with what is made once a run."""
+        """Begin here, with the setup of a run."""
         self._now, self._began = "once a run", perf_counter()
 
     def enter(self, part: str) -> str:
-        """Count for `part` from now on; returns what was counted for."""
+        """Count for `part` from now on; returns the former part."""
         now, before = perf_counter(), self._now
         self.parts[before] += now - self._began
         self._now, self._began = part, now
@@ -98,7 +98,7 @@ def by_hand(task: Task, clock: Clock, folder: Path) -> None:
 
 
 def in_trainstack(task: Task, clock: Clock, folder: Path) -> None:
-    """What `trainstack_full` does, part by part."""
+    """The steps of `trainstack_full`, part by part."""
     module = HookedModule(task)
     args = arguments_for(task, folder, writers=["stdout", "csv", "tensorboard"], progress="rich")
     gc.collect()
@@ -140,11 +140,11 @@ def profile(task: Task, rounds: int) -> dict[str, Parts]:
 
 def table(found: dict[str, Parts]) -> str:
     """A table in the syntax of Markdown."""
-    lines = [f"| part | {' | '.join(found)} | what that is |", "|---" * (len(found) + 2) + "|"]
+    lines = [f"| part | {' | '.join(found)} | description |", "|---" * (len(found) + 2) + "|"]
     rows = [*PARTS.items(), ("together", "")]
-    for part, what in rows:
+    for part, description in rows:
         values = [sum(parts.values()) if part == "together" else parts[part] for parts in found.values()]
-        lines.append(f"| {part} | " + " | ".join(f"{value:.1f}" for value in values) + f" | {what} |")
+        lines.append(f"| {part} | " + " | ".join(f"{value:.1f}" for value in values) + f" | {description} |")
     return "\n".join(lines)
 
 

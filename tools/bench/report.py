@@ -1,4 +1,4 @@
-"""What is printed and kept of a measurement."""
+"""The output and the files of a measurement."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _row(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """What the numbers depend on, and when they were taken; nothing that names the machine."""
+    """The conditions of the numbers, and when they were taken; nothing that names the machine."""
     return {
         "trainstack": trainstack.__version__,
         "torch": torch.__version__,

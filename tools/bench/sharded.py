@@ -1,4 +1,4 @@
-"""`python -m tools.bench sharded`: how long a sharded save blocks the loop, beside `torch.distributed.checkpoint`.
+"""`python -m tools.bench sharded`: seconds that a sharded save blocks the loop; also `torch.distributed.checkpoint`.
 
 Two gloo ranks hold a model with the state of Adam as `fully_shard` divides it. In each round every way to save runs
 once, in turn. A figure is the longest time of a rank; a ratio is the median of the ratios within a round. Both force
@@ -55,8 +55,8 @@ def table(rounds: list[Seconds], millions: int) -> str:
     ]
     for number, way in enumerate(WAYS):
         other, cells = WAYS[number // 2 * 2 + 1], []
-        for what in (BLOCKED, SAFE):
-            mine, theirs = [one[way][what] for one in rounds], [one[other][what] for one in rounds]
+        for span in (BLOCKED, SAFE):
+            mine, theirs = [one[way][span] for one in rounds], [one[other][span] for one in rounds]
             cells += [f"{median(mine):.3f}", f"{median([a / b for a, b in zip(mine, theirs, strict=True)]):.2f}"]
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -77,7 +77,7 @@ def _measure(folder: str, millions: int, rounds: int) -> list[Seconds]:
         raise RuntimeError(f"the ranks ended with {[rank.returncode for rank in ranks]}")
     found: list[list[Seconds]] = [json.loads(text.splitlines()[-1]) for text in said]
     return [
-        {way: {what: max(rank[number][way][what] for rank in found) for what in (BLOCKED, SAFE)} for way in WAYS}
+        {way: {span: max(rank[number][way][span] for rank in found) for span in (BLOCKED, SAFE)} for way in WAYS}
         for number in range(rounds)
     ]
 

@@ -111,7 +111,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 class _Peak:
-    """The most memory that a process has had of its own beside what it had before, looked at every few milliseconds."""
+    """The most private memory of a process above that at the start, sampled every few milliseconds."""
 
     def __enter__(self) -> _Peak:
         self._base, self._most, self._ends = _own_bytes(), 0, threading.Event()
@@ -135,6 +135,6 @@ class _Peak:
 
 
 def _own_bytes() -> int:
-    """Memory of this process that is no file (Linux)."""
+    """Memory of this process without mapped files (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))

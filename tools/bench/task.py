@@ -1,4 +1,4 @@
-"""`Task`: what every contender is given, and what it must do with it."""
+"""`Task`: the input of every contender, and its work."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Forward passes of one run; what times are divided by."""
+        """Forward passes of one run; times are divided by them."""
         return len(self.inputs) // self.micro_batch
 
     def cut(self, steps: int) -> Task:
@@ -59,12 +59,12 @@ class Task:
         return replace(self, inputs=self.inputs[:rows], targets=self.targets[:rows])
 
     def batches(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Ready-made batches, each with memory of its own."""
+        """Ready-made batches, each with its own memory."""
         pairs = zip(self.inputs.split(self.micro_batch), self.targets.split(self.micro_batch), strict=True)
         return [(inputs.clone(), targets.clone()) for inputs, targets in pairs]
 
     def make_loader(self) -> Any:
-        """What an epoch iterates over, in the order of the data."""
+        """The batches of an epoch, in the order of the data."""
         if self.feed == "tensors":
             return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=self.micro_batch, shuffle=False)
         if self.feed == "loader":

@@ -54,7 +54,7 @@ def mlp_list() -> Task:
 
 
 def mlp_calm() -> Task:
-    """W1 with gradients so small that clipping changes none: shows what is gained by leaving them alone."""
+    """W1 with gradients so small that clipping changes none: shows the gain of leaving them alone."""
     return _tiny("loader", "DataLoader over ready-made batches, no gradient above norm 1", "W1-calm", spread=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Run the scripts of the folders beside this file against the real packages, and print a table.
+"""Run the scripts of the folders next to this file against the real packages, and print a table.
 
     make clients                              all scripts, in three environments below build/clients/
     make clients ARGS="--only timm peft"      those whose name contains one of these
@@ -6,12 +6,12 @@
     make clients ARGS="--list"                the scripts and their last results, nothing is run
     python -m tools.clients --python main=PATH streaming=PATH   with interpreters that have the packages already
 
-Each script runs in a process and a folder of its own, with a time limit. A result goes to build/clients/results.json
+Each script runs in its own process and folder, with a time limit. A result goes to build/clients/results.json
 as soon as it is there. A script that has passed is not run again until its text or the library changes. A script
 with a line `# expected to fail: reason` has to fail; one that passes nevertheless is an error. The exit status is 1
 if a result is not as expected.
 
-torchvision's wheel for CUDA does not load its compiled operators beside torch for the CPU. In such an environment the
+torchvision's wheel for CUDA does not load its compiled operators with torch for the CPU. In such an environment the
 scripts get `nms` in Python from the folder operators/, and a line below the table says so.
 """
 
@@ -42,7 +42,7 @@ MARK = "# expected to fail: "
 # The folders whose packages conflict with those of the others; all other folders share "main".
 ENVIRONMENTS = {"streaming": "streaming", "trackers": "trackers"}
 PINS = {name: SCRIPTS / f"{name}.txt" for name in ("main", "streaming", "trackers")}
-# What scripts take for granted is no client.
+# Packages that all scripts need do not count as clients.
 COMMON = {"torch", "numpy", "trainstack", "tools"}
 # The tracker's package, by the script's name: its import is the writer's, or comes after that of others.
 TRACKERS = {
@@ -75,7 +75,7 @@ if find_spec("torchvision"):
     except RuntimeError as error:
         if "torchvision::nms does not exist" not in str(error):
             raise
-        print("torchvision", version("torchvision"), "beside torch", version("torch"))
+        print("torchvision", version("torchvision"), "with torch", version("torch"))
 """
 
 Row = dict[str, str | float]
@@ -130,7 +130,7 @@ def interpreter(environment: str, given: dict[str, str]) -> str:
 
 @functools.cache
 def added_operators(python: str) -> str:
-    """What the runner adds to the scripts of an interpreter, and why; empty where torchvision loads or is absent."""
+    """Lines that the runner adds to the scripts of an interpreter, and why; empty if torchvision loads or is absent."""
     probed = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     if not probed.stdout:
         return ""
@@ -172,7 +172,7 @@ def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
 
 
 def judged(result: str, output: str, reason: str | None) -> tuple[str, str]:
-    """The result with the script's mark taken into account, and what is to be said about it."""
+    """The result with the script's mark taken into account, and a remark on it."""
     if reason is None:
         return result, output if result == "FAILED" else ""
     if result == "passed":
@@ -190,7 +190,7 @@ def client_of(script: Path, python: str) -> str:
 
 
 def digest(script: Path) -> str:
-    """Of all that a result depends on: the script, the files beside it that it may import, the pins, the library."""
+    """A hash of everything that a result depends on: the script, the files of its folder, the pins, the library."""
     environment = ENVIRONMENTS.get(script.parent.name, "main")
     files = [script, *sorted(script.parent.glob("common.py")), *sorted(OPERATORS.glob("*.py")), PINS[environment]]
     files += sorted((ROOT / "src").rglob("*.py"))
@@ -209,7 +209,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespace) -> list[Row]:
-    """Run what has no result yet, and write each result down at once."""
+    """Run the scripts without a result, and write each result down at once."""
     rows, given = [], dict(pair.split("=", 1) for pair in options.python)
     for script in chosen:
         name, seal = name_of(script), digest(script)

@@ -1,6 +1,6 @@
 """`python -m tools.conformance`: put trainers to all cases, print the table, and keep it in docs/conformance.md.
 
-Each trainer runs in a process of its own, the peers with the interpreter of .venv-peers.
+Each trainer runs in a separate process, the peers with the interpreter of .venv-peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trainer has to answer to be put through the suite, and what came of it."""
+"""The interface of a trainer for the suite, and the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINERS = ("trainstack", "lightning", "accelerate", "transformers", "ignite", "
 
 
 class NotOfferedError(Exception):
-    """The trainer has no feature for what is asked: the cell says n.a., and why."""
+    """The trainer has no feature for the case: the cell says n.a., and why."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Adapter(ABC):
     Attributes:
         distribution: its name in the package index.
         not_offered: why a case is not asked of it, by case.
-        notes: what a reader should know of a wrong cell, by case.
+        notes: an explanation of a wrong cell, by case.
     """
 
     distribution: ClassVar[str]
@@ -54,7 +54,7 @@ class Adapter(ABC):
         """The checkpoints that a run of `task.save` left in `folder`, oldest first."""
 
     def newest(self, folder: Path) -> Path:
-        """The one that `resume="newest"` goes on from."""
+        """The one from which `resume="newest"` continues."""
         return self.checkpoints(folder)[-1]
 
     def lacks(self, why: str) -> NoReturn:

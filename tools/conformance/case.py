@@ -1,4 +1,4 @@
-"""The list of cases: a function each, which puts a trainer to one test and says what it saw."""
+"""The list of cases: a function each, which puts a trainer to one test and returns the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FOUND: list[Case] = []
 
 
 def case(title: str) -> Callable[[Callable[[Adapter, str, Path], Verdict]], Callable[[Adapter, str, Path], Verdict]]:
-    """Put a function on the list; its docstring is what is demanded."""
+    """Put a function on the list; its docstring is the requirement."""
 
     def add(run: Callable[[Adapter, str, Path], Verdict]) -> Callable[[Adapter, str, Path], Verdict]:
         _FOUND.append(Case(run.__name__, title, " ".join((run.__doc__ or "").split()), run))
@@ -47,7 +47,7 @@ def all_cases() -> list[Case]:
 
 
 def passed() -> Verdict:
-    """The cell of a trainer that does what is demanded."""
+    """The cell of a trainer that meets the requirement."""
     return Verdict("pass")
 
 

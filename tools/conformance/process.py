@@ -1,4 +1,4 @@
-"""Part of a test in processes of its own, forked off a server that has imported the trainer once."""
+"""Part of a test in separate processes, forked from a server that has imported the trainer once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_OFFERED = "__not_offered__"
 
 
 class ProcessFailedError(Exception):
-    """A process ended without an answer; `signal` is what ended it, or None."""
+    """A process ended without an answer; `signal` is the signal that ended it, or None."""
 
     def __init__(self, text: str, signal: int | None = None) -> None:
         super().__init__(text)
@@ -29,11 +29,11 @@ class ProcessFailedError(Exception):
 
 
 def in_processes(count: int, trainer: str, part: str, timeout: float = 90.0, **options: Any) -> list[Any]:
-    """Run `part`, a "module:function" of `cases/`, in `count` processes that form a world; what each returned, by rank.
+    """Run `part`, a "module:function" of `cases/`, in `count` processes that form a world; returns the results by rank.
 
     Raises:
         NotOfferedError: as raised there.
-        ProcessFailedError: one ended without an answer, with the end of what it said.
+        ProcessFailedError: one ended without an answer, with the end of its output.
     """
     context = multiprocessing.get_context("forkserver")
     # The first optimizer of a process imports torch._dynamo.
@@ -72,7 +72,7 @@ def _answer(code: int, answer: Path) -> Any:
 
 
 def _place(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun would have told the process; nothing to one that is alone."""
+    """The variables of torchrun for the process; none for one that is alone."""
     if count == 1:
         return {}
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
@@ -81,14 +81,14 @@ def _place(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def _child(trainer: str, part: str, options: Mapping[str, Any], answer: Path, place: Mapping[str, str]) -> None:
-    """What a process does. Ends at once afterwards: gloo may abort a process that ends by itself."""
+    """The work of a process. Ends it at once afterwards: gloo may abort a process that exits normally."""
     import torch
 
     torch.set_num_threads(1)

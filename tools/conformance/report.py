@@ -42,7 +42,7 @@ class Row:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Row:
-        """What `tools.conformance.row` wrote."""
+        """The row that `tools.conformance.row` wrote."""
         return cls(values["versions"], {case: Verdict(**cell) for case, cell in values["cells"].items()})
 
 

@@ -21,11 +21,11 @@ from tools.conformance.case import Case, all_cases, describe
 
 
 def verdicts(trainer: str, ids: Iterable[str] = ()) -> Iterator[tuple[Case, Verdict]]:
-    """The cells of a trainer, one after the other. What it raises is what was seen of it."""
+    """The cells of a trainer, one after the other. An error counts as the result."""
     chosen, adapter = set(ids), load(trainer)
     unknown = {*adapter.notes, *adapter.not_offered} - {case.id for case in all_cases()}
     if unknown:
-        raise ValueError(f"the adapter {trainer!r} speaks of {sorted(unknown)}, which are no cases.")
+        raise ValueError(f"the adapter {trainer!r} names {sorted(unknown)}, which are not cases.")
     for case in all_cases():
         if chosen and case.id not in chosen:
             continue

@@ -32,7 +32,7 @@ def break_off(adapter: Adapter, folder: Path, steps: int) -> None:
 
 
 def loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
-    """The weights with which a run goes on from `checkpoint`."""
+    """The weights with which a run continues from `checkpoint`."""
     seen: list[Tensor] = []
 
     def spy(net: Net, x: Tensor) -> None:

@@ -93,7 +93,7 @@ class Net(nn.Module):
 
 
 def mean_loss(outputs: Tensor, labels: Tensor, items: Tensor | int | None = None) -> Tensor:
-    """The cross entropy over what is no padding: its mean, or its sum divided by `items`."""
+    """The cross entropy over positions without padding: its mean, or its sum divided by `items`."""
     values = outputs.flatten(0, -2), labels.flatten()
     if items is None:
         return nn.functional.cross_entropy(*values, ignore_index=IGNORED)
@@ -117,7 +117,7 @@ class Recording(torch.optim.SGD):
 
 @dataclass(kw_only=True)
 class Task:
-    """What is to be trained, and how.
+    """The training: model, data and settings.
 
     Attributes:
         folder: where the trainer may write.
@@ -129,12 +129,12 @@ class Task:
         epochs: passes over the data.
         shuffle: in the trainer's own way.
         processes: how many train together; this process is one of them.
-        rates: what `Recording` notes.
+        rates: the values that `Recording` notes.
         decay: "linear", from the base to zero over the steps of the run; "hyperbolic", base / (1 + n) after n steps.
         fp16: mixed precision in float16 with a loss scaler.
         items: how many items the loss of a batch is a mean over, where that is not its samples.
         save: keep a checkpoint of every optimizer step.
-        resume: a checkpoint to go on from; "newest" for the newest in `folder`.
+        resume: a checkpoint to continue from; "newest" for the newest in `folder`.
         exact: the run, when resumed, is to be as if it had not been interrupted; for trainers with a mode for that.
         seed: for trainers that take one; None leaves it at their default.
     """
@@ -169,7 +169,7 @@ class Task:
 
 
 def make_task(folder: Path, *, dropout: float = 0.0, **changes: Any) -> Task:
-    """What a script does on every start: seed everything, build the model, say what is to be trained."""
+    """The setup of a script: seed everything, build the model, define the training."""
     seed_all(changes.get("seed", 7))
     dtype = torch.float32 if changes.get("fp16") else torch.float64
     folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def cases_of(seed: int, names: Sequence[str] = (), *, workers: bool = False) -> 
 
 
 def command(case: Case, options: argparse.Namespace) -> str:
-    """What to type to run the case again."""
+    """The command that runs the case again."""
     words = f"--seed {case.seed} --case {case.number}"
     names = [*(f'--only "{name}"' for name in options.only), *(["--pending"] if options.pending else [])]
     workers = ["--workers"] if options.workers else []
@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
     parser.add_argument("--ranks", type=int, choices=SIZES, help="so many ranks train, compared with sp")
     parser.add_argument("--backend", choices=("ddp", "fsdp"), default="ddp", help="of the ranks; ddp by default")
-    parser.add_argument("--simplify", action="store_true", help="with --ranks: simplify what differs, which takes long")
+    parser.add_argument(
+        "--simplify", action="store_true", help="with --ranks: simplify cases that differ, which takes long"
+    )
     return parser
 
 

@@ -51,7 +51,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "add a parameter outside the module": ("on_end_train_step", "on_begin_train_epoch"),
     "freeze": (*BETWEEN_STEPS, "epoch_end", "on_end_backward", "train_batch_begin"),
     "unfreeze": BETWEEN_STEPS,
-    "assign a buffer anew": (*BETWEEN_STEPS, "on_end_backward"),
+    "assign a new buffer": (*BETWEEN_STEPS, "on_end_backward"),
     "call eval": ("on_end_train_epoch", "on_end_val_epoch", "epoch_end", "train_epoch_end", "on_end_train_step"),
     "change the rate": (*BETWEEN_STEPS, "epoch_end", "log"),
     "draw random numbers": (*BETWEEN_STEPS, *IN_VALIDATION, "on_end_backward", "epoch_end", "after_zero_grad"),
@@ -63,10 +63,10 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "write outputs": ("on_end_train_step", "on_end_backward"),
     "validate": BETWEEN_STEPS,
 }
-"""What user code does, and where."""
+"""An action of user code, and its place."""
 LEAVE_TRACES = {
     *("batch norm", "dropout", "noise", "recomputed", "spectral norm"),
-    *("buffer written in place", "buffer assigned anew"),
+    *("buffer written in place", "new buffer assigned"),
 }
 """Parts of a network that write to buffers or draw random numbers in a forward pass."""
 RAISING = (
@@ -116,7 +116,7 @@ class Case:
         options: of the layer `rank_backend`.
         sparse: the embedding has sparse gradients.
         reduction: "sum" for losses that are sums over samples.
-        unlike_start: each rank begins with random numbers, and so with weights, of its own.
+        unlike_start: each rank begins with other random numbers, and so with other weights.
         poisoned: the rank that alone returns losses that are nan; None for all.
         raises_on: the rank that alone raises.
     """
@@ -209,11 +209,11 @@ class Case:
 
     @property
     def deeds(self) -> set[str]:
-        """What user code does somewhere."""
+        """The actions of user code in any place."""
         return {action.what for action in self.actions}
 
     def describe(self) -> str:
-        """The case as text: what differs from the simplest training, one field a line."""
+        """The case as text: its differences from the simplest training, one field a line."""
         lines = [f"case {self.number} of seed {self.seed}"]
         for one in fields(self):
             value = getattr(self, one.name)
@@ -392,7 +392,7 @@ def _trials(dice: Dice, case: Case) -> dict[str, Any]:
 
 
 def consistent(case: Case) -> Case:
-    """`case` without what cannot be, or of which nothing exact can be said."""
+    """`case` without impossible parts, and without parts that have no exact result."""
     for rule in _RULES:
         changes = rule(case)
         if changes:
@@ -401,7 +401,7 @@ def consistent(case: Case) -> Case:
 
 
 def _add_places(case: Case) -> dict[str, Any]:
-    """A hook or subscriber for each action and for what raises."""
+    """A hook or subscriber for each action and for each error."""
     wanted = [action.where for action in case.actions] + ([case.raises[0]] if case.raises else [])
     missing = [place for place in dict.fromkeys(wanted) if place not in case.places]
     hooks = tuple((name, "none") for name in missing if name in HOOKS)
@@ -452,7 +452,7 @@ def _no_trial(case: Case) -> dict[str, Any]:
     keeps = "carried state" in case.extras
     arguments = dict(case.arguments)
     if ("on_end_train_epoch", "named") in case.hooks and arguments.get("collect_train_outputs") is False:
-        del arguments["collect_train_outputs"]  # what the hook needs
+        del arguments["collect_train_outputs"]  # the hook needs it
     if keeps or not case.ordered:
         arguments.pop("fit_micro_batch", None)
     if not case.val:

@@ -77,12 +77,12 @@ def _without_own(case: Case) -> dict[str, Any]:
 
 
 def _assigns(case: Case) -> bool:
-    return "buffer assigned anew" in case.extras or "assign a buffer anew" in case.deeds
+    return "new buffer assigned" in case.extras or "assign a new buffer" in case.deeds
 
 
 def _without_assigned(case: Case) -> dict[str, Any]:
-    extras = tuple(name for name in case.extras if name != "buffer assigned anew")
-    return {"extras": extras, "actions": tuple(one for one in case.actions if one.what != "assign a buffer anew")}
+    extras = tuple(name for name in case.extras if name != "new buffer assigned")
+    return {"extras": extras, "actions": tuple(one for one in case.actions if one.what != "assign a new buffer")}
 
 
 def _tries(case: Case) -> bool:
@@ -132,10 +132,10 @@ CLASSES: dict[str, Class] = {
         ),
         _without_own,
     ),
-    "a skipped step and a buffer assigned anew": Class(
+    "a skipped step and a new buffer": Class(
         lambda case: case.skip and _may_skip(case) and _assigns(case), _without_assigned
     ),
-    "a trial and a buffer assigned anew": Class(lambda case: _tries(case) and _assigns(case), _without_assigned),
+    "a trial and a new buffer": Class(lambda case: _tries(case) and _assigns(case), _without_assigned),
     "eval() in a hook": acts("call eval"),
     "a part in eval mode": _field("modes", "frozen part", "single layer"),
     "a trainable part in eval mode": _field("modes", "trainable part"),

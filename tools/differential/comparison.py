@@ -25,7 +25,7 @@ from trainstack.errors import ModuleContractError
 
 @dataclass
 class Outcome:
-    """What a side ends with.
+    """The result of a side.
 
     Attributes:
         state: weights, buffers, optimizers, schedulers and random numbers by name.
@@ -77,7 +77,7 @@ def run_case(case: Case) -> list[str]:
 
 
 def may_refuse(case: Case, error: Exception) -> bool:
-    """Whether the library may answer the case with `error`, which says what user code must not do."""
+    """Whether the library may answer the case with `error`, which names a mistake of user code."""
     if not isinstance(error, ModuleContractError):
         return False
     writes = {"write outputs", "log, then write"} & case.deeds or case.loss_memory == "kept by the user"
@@ -117,7 +117,7 @@ def _calls(case: Case, plain: Outcome, library: Outcome) -> list[str]:
     if case.raises is not None:
         return _calls_after_raising(case, plain, library)
     mine, theirs = ([_compared(case, call) for call in side.calls] for side in (plain, library))
-    if case.workers:  # what a worker calls is not seen here
+    if case.workers:  # calls of a worker are not visible here
         mine, theirs = ([call for call in calls if call[0] != "data"] for calls in (mine, theirs))
     if "order of loading" not in case.uncompared:
         return _first_unlike("call", mine, theirs)
@@ -135,7 +135,7 @@ def _compared(case: Case, call: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _calls_after_raising(case: Case, plain: Outcome, library: Outcome) -> list[str]:
-    """What a step or an epoch gave to its hooks, however often these were called."""
+    """The arguments of the hooks of a step or an epoch, for any number of calls."""
     assert case.raises is not None
     last: list[dict[Any, Any]] = [{}, {}]
     for calls, kept in zip((plain.calls, library.calls), last, strict=True):

@@ -1,4 +1,4 @@
-"""The training and validation data: data sets, functions that collate, and loaders with an order of their own."""
+"""The training and validation data: data sets, functions that collate, and loaders with their own order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ LOADERS = (
     "loader with own __iter__",
     "loader with own _get_iterator",
 )
-"""Loaders with an order of their own."""
+"""Loaders with their own order."""
 
 INDEX_KINDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -225,7 +225,7 @@ class TrainingSet:
         return default_collate(rows) if self._collate is None else self._collate(rows)
 
     def loader(self, sampler: type, batch_size: int) -> Any:
-        """What `get_train_dataloader` returns."""
+        """The result of `get_train_dataloader`."""
         case, dataset = self.case, self.dataset
         options: dict[str, Any] = {"collate_fn": self.collate} if case.collate in ("own", "recycles") else {}
         if case.data in INDEXED:
@@ -260,7 +260,7 @@ SCALE = 3.0
 
 
 def prepare_worker(worker: int) -> None:
-    """Give the data set of a worker what it needs, as torch documents it."""
+    """Prepare the data set of a worker, as torch documents it."""
     info = get_worker_info()
     assert info is not None
     info.dataset.scale = SCALE  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ class _Draws(TensorDataset):
 
 
 def validation_loaders(case: Case, sampler: type, batch_size: int) -> Any:
-    """What `get_val_dataloaders` returns."""
+    """The result of `get_val_dataloaders`."""
     if not case.val:
         return None
     x, y = make_inputs(case, 5, seed=case.number + 2)

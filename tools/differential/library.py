@@ -79,7 +79,7 @@ def _subscriber(event: str) -> Any:
 
 
 def module_class(case: Case) -> type[TaskModule]:
-    """A class with the hooks of the case, and no others: which ones there are changes what the loop does."""
+    """A class with the hooks of the case, and no others: their presence changes the loop."""
     methods = {name: _hook(name, form) for name, form in case.hooks}
     methods |= {f"on_{one.event}": _subscriber(one.event) for one in case.subscribers if one.form == "module"}
     if case.weights:
@@ -150,7 +150,7 @@ class LibraryRun:
         self.task.trace.add("module interface", kwargs["stage"].name, kwargs["global_step"])
 
     def run(self) -> None:
-        """Train, again after what the case raises."""
+        """Train, again after each error of the case."""
         if self.case.find_lr:
             ts.find_lr(self.trainer, steps=3)
         while True:
@@ -170,7 +170,7 @@ class LibraryRun:
 
     @property
     def history(self) -> dict[str, Any]:
-        """What was recorded."""
+        """The records."""
         return self.trainer.history.to_dict()
 
     @property

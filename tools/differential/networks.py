@@ -199,7 +199,7 @@ EXTRAS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.3),
     "noise": _Noise,
     "buffer written in place": lambda: _Running(assigns=False),
-    "buffer assigned anew": lambda: _Running(assigns=True),
+    "new buffer assigned": lambda: _Running(assigns=True),
     "sometimes unused": _Sometimes,
     "scalar": _Scalar,
     "complex": _Complex,
@@ -292,7 +292,7 @@ class Network(nn.Module):
             self.extras["by parity"].step = number  # type: ignore[assignment]
 
     def held(self) -> list[nn.Parameter]:
-        """What the optimizers are made over."""
+        """The parameters of the optimizers."""
         left_out = {id(p) for name, part in self.extras.items() if name == "in no optimizer" for p in part.parameters()}
         return [p for p in self.parameters() if id(p) not in left_out]
 

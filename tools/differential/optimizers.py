@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Own(Optimizer):
-    """What the optimizers below share: calls are recorded, and counted in the state."""
+    """The base of the optimizers below: calls are recorded, and counted in the state."""
 
     trace: Trace | None = None
 

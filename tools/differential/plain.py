@@ -1,7 +1,7 @@
 """The plain loop: a training as one writes it by hand, with torch alone.
 
-Of the library it uses what is defined to be the library's: the permutation of the samples, the seeds of samples, and
-the random state under which a loader with an order of its own is read.
+It uses only parts that the library defines: the permutation of the samples, the seeds of samples, and the
+random state under which a loader with its own order is read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Log:
 
 @contextmanager
 def own_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """A block after which all generators are what they were; with a `seed` it begins with generators of that seed."""
+    """A block that restores all generators at its end; with a `seed` its generators start from that seed."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         if seed is not None:
@@ -63,17 +63,17 @@ def own_random_numbers(seed: int | None = None) -> Iterator[None]:
 
 
 def settle_modes(module: nn.Module) -> None:
-    """Set to training mode what is to be trained.
+    """Set the trained parts to training mode.
 
     A part in eval mode keeps it if all its parameters are frozen, or if it is a single layer inside a part that trains.
     """
     module.training = True
     for part in module.children():
-        parameters, wholly = list(part.parameters()), not any(one.training for one in part.modules())
+        parameters, in_eval = list(part.parameters()), not any(one.training for one in part.modules())
         frozen = bool(parameters) and not any(p.requires_grad for p in parameters)
-        if wholly and (frozen or not list(part.children())):
+        if in_eval and (frozen or not list(part.children())):
             continue
-        if wholly:
+        if in_eval:
             part.train()
         settle_modes(part)
 
@@ -154,14 +154,14 @@ class PlainLoop:
     """The training of a case.
 
     Attributes:
-        log: what was recorded.
+        log: the records.
         schedulers: those of the run.
     """
 
     def __init__(self, case: Case, task: Task) -> None:
         self.case, self.task, self.log = case, task, Log()
         self.step = self.epoch = self.steps_in_epoch = self.skipped = self.batches = 0
-        self.under_way = 0
+        self.current_step = 0
         self.window: list[tuple[float, float]] = []
         self.of_epoch: list[tuple[float, float]] = []
         self.norm: Tensor | None = None
@@ -169,7 +169,7 @@ class PlainLoop:
         self.hooks = dict(case.hooks)
         self.filters = {one.event: [one, 0] for one in case.subscribers}
         self.gap = Gap()
-        task.log = lambda name, value: self.log.add(name, value, self.under_way, self.epoch)
+        task.log = lambda name, value: self.log.add(name, value, self.current_step, self.epoch)
 
     def run(self) -> None:
         """Train."""
@@ -267,8 +267,8 @@ class PlainLoop:
     # --- data
 
     def _step_batches(self) -> Iterator[tuple[Iterator[Any], int, float | None]]:
-        """For each step of the epoch its micro-batches, fetched when asked for, how many there are at most, and what
-        they weigh together if known.
+        """For each step of the epoch its micro-batches, fetched when asked for, their largest number, and their
+        total weight if known.
 
         That is known where a batch counts as its samples and the library orders the data.
         """
@@ -314,7 +314,7 @@ class PlainLoop:
             return loader.collate_fn(samples)
 
     def _fetch_several(self, loaders: dict[str, Any], positions: list[int]) -> Any:
-        """A batch of each loader; a loader whose whole global batches have ended gives None, or begins anew."""
+        """A batch of each loader; a loader whose whole global batches have ended gives None, or begins again."""
         case, seed = self.case, self.case.arguments.get("seed", 0)
         mode, samples = case.arguments["combine_loaders"], dict[str, list[Any]]()
         with own_random_numbers():
@@ -386,7 +386,7 @@ class PlainLoop:
         self, batches: Iterator[Any], passes: int, total: float | None, epoch_outputs: list[Any] | None
     ) -> None:
         task = self.task
-        number = self.under_way = self.step + 1
+        number = self.current_step = self.step + 1
         buffers = Buffers(task.network)
         step_outputs: list[Any] = []
         losses: list[float] = []

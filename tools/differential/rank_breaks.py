@@ -20,7 +20,7 @@ Replace = Callable[[Any, str, Callable[..., Any]], None]
 
 
 def averages_gradients(replace: Replace, rank: int) -> None:
-    """A rank counts as much as another, whatever its number of samples."""
+    """Each rank counts the same, for any number of samples."""
     backward = SingleProcess.backward
     replace(SingleProcess, "backward", lambda self, work, loss, weight: backward(self, work, loss, float(weight > 0)))
 

@@ -15,7 +15,7 @@ from tools.differential.networks import PARTLY_USED
 
 SIZES = (2, 3)
 ROLE = 16
-"""Marks the generator of what is drawn for ranks, beside that of the training."""
+"""Marks the generator of the choices for ranks, apart from that of the training."""
 
 IN_MICRO_BATCH = (
     *("train_step", "after forward", "on_end_backward", "collate", "batch_weight", "val_step"),
@@ -33,7 +33,7 @@ CONTIGUOUS_BATCHES = ("list of batches", "batch sampler", "own loader", "recycli
 DRAWS = {"dropout", "noise", "recomputed"}
 REASONS: dict[str, Callable[[Case], bool]] = {
     "batch statistics": lambda case: bool(
-        {"batch norm", "buffer written in place", "buffer assigned anew"} & {*case.extras}
+        {"batch norm", "buffer written in place", "new buffer assigned"} & {*case.extras}
     ),
     "numbers that a forward pass draws": lambda case: bool(DRAWS & {*case.extras}) or case.modes == "trainable part",
     "a state that is carried from batch to batch": lambda case: "carried state" in case.extras,
@@ -50,7 +50,7 @@ REASONS: dict[str, Callable[[Case], bool]] = {
     ),
     "one power iteration a forward pass": lambda case: "spectral norm" in case.extras and not one_pass(case),
 }
-"""What makes a training depend on how its batches are split; each with the cases that have it."""
+"""Reasons why a training depends on the split of its batches; each with the cases that have it."""
 
 
 def depends_on_split(case: Case) -> list[str]:
@@ -104,7 +104,7 @@ def _sharded(case: Case) -> Case:
 
 
 def _split(dice: Dice, case: Case, size: int) -> dict[str, Any]:
-    """Batches that ranks can share; of a loader with batches of its own, one rank takes as many as `size` would."""
+    """Batches that ranks can share; of a loader with its own batches, one rank takes as many as `size` would."""
     if case.ordered:
         return {
             "samples": dice.one(2 if case.data == "subset" else 1, 2, 4, 5, 7, 8, 10, 11, 12, 13),

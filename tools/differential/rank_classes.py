@@ -68,7 +68,7 @@ RANK_CLASSES: dict[str, Class] = {
         lambda case: case.returns != "loss" and dict(case.hooks).get("on_end_train_epoch") == "star",
         lambda case: {"hooks": tuple(one for one in case.hooks if one[0] != "on_end_train_epoch")},
     ),
-    "a loader with an order of its own": Class(
+    "a loader with its own order": Class(
         lambda case: not case.ordered, lambda case: {"data": "tensors", "samples": 2 * case.batch}
     ),
 }

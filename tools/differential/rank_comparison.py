@@ -104,7 +104,7 @@ class RankBattery:
 
 
 def _kind_of(lines: Sequence[str]) -> list[str]:
-    """What the differences are about, without values."""
+    """The kinds of the differences, without values."""
     return [" ".join(line.split()[:5]) for line in lines[:1]]
 
 
@@ -170,7 +170,7 @@ def _agreement(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [name for name in ranks[0]["state"] if _is_shared(case, name) and name not in case.uncompared]
     logged = "carried state" not in case.extras  # with which each rank measures something else
     for number, rank in enumerate(ranks[1:], 1):
-        what = f"rank {number} beside rank 0"
+        what = f"rank {number} and rank 0"
         for name in names:
             found += _unlike(f"{what}: {name}", ranks[0]["state"][name], rank["state"].get(name), 0.0)
         if logged:
@@ -195,7 +195,7 @@ def _of_library(log: Mapping[str, Any]) -> dict[str, Any]:
 
 def _equality(case: Case, expected: Mapping[str, Any], rank: Mapping[str, Any], number: int) -> list[str]:
     """Differences of one rank from `sp`."""
-    what, found = f"rank {number} beside sp", []
+    what, found = f"rank {number} and sp", []
     for name in expected["state"]:
         if name != "counter batches" and (number == 0 or _is_shared(case, name)):
             found += _unlike(f"{what}: {name}", expected["state"][name], rank["state"].get(name), TOLERANCE)
@@ -228,7 +228,7 @@ def _joined_outputs(case: Case, expected: Mapping[str, Any], ranks: Sequence[Map
         if name.startswith("on_end_train_step"):
             theirs = [row for rank in ranks for row in rank["outputs"].get(name, [])]
             pair = (rows, theirs) if in_order else (sorted(rows), sorted(theirs))
-            found += _unlike(f"all ranks beside sp: {name}", *pair, TOLERANCE)
+            found += _unlike(f"all ranks and sp: {name}", *pair, TOLERANCE)
     return found
 
 

@@ -1,4 +1,4 @@
-"""`run_rank` runs a case on one rank; `summary` writes down what a side ends with, in numbers that JSON can hold."""
+"""`run_rank` runs a case on one rank; `summary` writes down the result of a side, in numbers that JSON can hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.differential.trace import Bits, bits_of
 
 
 class Chosen(NamedTuple):
-    """What to run, in words that a rank can be sent.
+    """A case and its settings, as JSON for a rank.
 
     Attributes:
         seed: of the case.
@@ -66,7 +66,7 @@ def run_rank(chosen: list[Any], folder: str, breaks: str = "") -> dict[str, Any]
 
 
 def summary(case: Case, found: Outcome) -> dict[str, Any]:
-    """What a side ends with: state, log, calls in order, and outputs by call."""
+    """The result of a side: state, log, calls in order, and outputs by call."""
     if found.error is not None:
         return {"error": type(found.error).__name__, "text": str(found.error), "traceback": found.traceback}
     calls, outputs = list[Any](), dict[str, Any]()
@@ -90,7 +90,7 @@ def summary(case: Case, found: Outcome) -> dict[str, Any]:
 
 
 def _predictions(returns: str, given: list[Any]) -> list[list[float]]:
-    """The rows of `pred` in what a hook got: they are of samples, and so do not depend on how steps are split."""
+    """The rows of `pred` in the arguments of a hook: they belong to samples, not to parts of a step."""
     if returns == "loss" or not given:
         return []
     if returns in ("tuple", "list"):

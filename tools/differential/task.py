@@ -1,4 +1,4 @@
-"""`Task` is the user's code of a case: steps, hooks and what they do. Both sides run it."""
+"""`Task` is the user's code of a case: steps, hooks and their actions. Both sides run it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Task:
     """The network, the data and the user's code of one case.
 
     Attributes:
-        trace: what was called.
+        trace: the calls.
         log: records a value under a name; set by the side that runs the task.
         validate: runs a validation that is not recorded; set by the side that runs the task.
-        raises: whether what is planned to be raised is raised; once.
+        raises: whether the planned error is raised; once.
         optimizers: those of the run, for hooks that change them.
         rank: which of the ranks runs it.
     """
@@ -85,13 +85,13 @@ class Task:
         self.trace.muted, self._step = False, 0
 
     def make_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
-        """The optimizers, and what makes their schedulers."""
+        """The optimizers, and the functions that make their schedulers."""
         held = self.network.held()
         self.optimizers = make_optimizers(self.case, held, self.trace)
         return self.optimizers, scheduled(self.case)
 
     def val_loaders(self, sampler: type, batch_size: int) -> Any:
-        """What `get_val_dataloaders` returns."""
+        """The result of `get_val_dataloaders`."""
         return validation_loaders(self.case, sampler, batch_size)
 
     # --- steps
@@ -109,7 +109,7 @@ class Task:
         return (targets > 0.3).double() if self.case.weights == "some are zero" else 1 + (targets > 0).double()
 
     def _loss(self, pred: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-        """The mean over what `batch_weight` counts, where any split of a batch has to give the same."""
+        """The mean over the items that `batch_weight` counts, where any split of a batch has to give the same."""
         if not self.case.additive:
             return functional.mse_loss(pred, y)
         each = (pred - y).square().mean(1)
@@ -151,7 +151,7 @@ class Task:
         return self._returned(loss, pred)
 
     def metric_inputs(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """What the metric gets: as many numbers as the targets have."""
+        """The input of the metric: as many numbers as the targets have."""
         x, y = _pair(batch)
         return x.double().reshape(len(x), -1)[:, :OUT], y
 
@@ -203,7 +203,7 @@ class Task:
     # --- hooks
 
     def reach(self, place: str, *given: Any) -> None:
-        """User code at `place` is called with what is `given`: it may raise, and act."""
+        """User code at `place` is called with the arguments `given`: it may raise, and act."""
         if self.trace.muted:
             return
         self._reached[place] += 1
@@ -225,7 +225,7 @@ class Task:
             "add a parameter outside the module": self._add_outside,
             "freeze": lambda: self.network.trunk.requires_grad_(False),
             "unfreeze": lambda: self.network.trunk.requires_grad_(True),
-            "assign a buffer anew": lambda: setattr(self.network, "stat", self.network.stat + 1),
+            "assign a new buffer": lambda: setattr(self.network, "stat", self.network.stat + 1),
             "call eval": self.network.eval,
             "change the rate": self._change_rate,
             "draw random numbers": lambda: self._draw(place),
@@ -309,7 +309,7 @@ class Task:
         with self.trace.mute():
             self.validate()
 
-    # --- what is left
+    # --- final state
 
     def state(self, schedulers: Iterable[Any]) -> dict[str, Any]:
         """All that the training leaves, by name."""

@@ -30,7 +30,7 @@ class Bits(NamedTuple):
 
 
 def bits_of(value: Any) -> Any:
-    """A copy of `value` that compares bit by bit: tensors as their bits, nan as itself, objects by what they hold."""
+    """A copy of `value` that compares bit by bit: tensors as their bits, nan as itself, objects by their attributes."""
     if isinstance(value, Tensor):
         kept = value.detach()
         kept = kept.full_tensor() if hasattr(kept, "full_tensor") else kept  # of a sharded one
@@ -55,10 +55,10 @@ def bits_of(value: Any) -> Any:
 
 
 class Trace:
-    """What was called, in order.
+    """The calls, in order.
 
     Attributes:
-        entries: one tuple a call: its kind, its name, and what it was given.
+        entries: one tuple a call: its kind, its name, and its arguments.
         muted: whether calls are neither recorded nor counted, as in a trial before the training.
     """
 

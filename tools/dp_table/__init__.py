@@ -1,1 +1,1 @@
-"""Published accuracies of private training beside ours: `make dp-table`."""
+"""Published accuracies of private training and ours: `make dp-table`."""

@@ -1,4 +1,4 @@
-"""Reproduce published accuracies of private training, and print them beside ours.
+"""Reproduce published accuracies of private training, and print them with ours.
 
     make dp-table                                              all rows, 3 runs each; about two hours on one core
     python -m tools.dp_table --rows scatternet-linear --runs 1

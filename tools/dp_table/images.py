@@ -101,7 +101,7 @@ def _idx(path: Path, digest: str) -> Tensor:
     """Read a file in idx format: a magic number, one size a dimension (big-endian, 32 bits), then bytes."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != digest:
-        raise SystemExit(f"{path} is not the original file. Delete it; the next call downloads it anew.")
+        raise SystemExit(f"{path} is not the original file. Delete it; the next call downloads it again.")
     dimensions = content[3]
     shape = np.frombuffer(content, dtype=">i4", count=dimensions, offset=4)
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy())

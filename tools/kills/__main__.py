@@ -1,4 +1,4 @@
-"""Kill trainings at random moments, saves included, and compare what the resumed ones end with.
+"""Kill trainings at random moments, saves included, and compare the results of the resumed ones.
 
     make kills                                   200 SIGKILLs
     python -m tools.kills --kills 12 --seed 3    fewer, at other moments
@@ -28,7 +28,7 @@ from trainstack.verifying.trials import TrialSetup, run_trials
 
 BACKENDS = ("sp", "sp-amp", "ddp")
 LATER = ("torch._dynamo", "torch.onnx", "torch.distributed.algorithms.join", "numpy.random")
-"""What torch imports when the first optimizer is made, and takes seconds for."""
+"""Modules that torch imports with the first optimizer, which takes seconds."""
 TIMEOUT_S = 120.0
 HEAD = "backend  saving      kills  while saving  within an epoch  trainings  seconds  result"
 

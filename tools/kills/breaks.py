@@ -2,7 +2,7 @@
 
     python -m tools.kills.breaks
 
-Each row alters one value of one component of the checkpoint that a killed training goes on from, as a library would
+Each row alters one value of one component of the checkpoint from which a killed training continues, as a library would
 that forgets it. The training `steady` then has to end with other bits, or to refuse. Exit code 1 if one is not found.
 """
 
@@ -38,7 +38,7 @@ COMPONENTS: dict[str, tuple[str, str]] = {
     "random states": ("rng_state", "torch"),
     "the history": ("history_state", "values"),
 }
-"""Where a component lies: the field of the checkpoint, and a word in the path of one of its values."""
+"""The place of a component: the field of the checkpoint, and a word in the path of one of its values."""
 
 
 class Break:
@@ -54,7 +54,7 @@ class Break:
         def broken(saver: Saver) -> Checkpoint:
             checkpoint = load(saver)
             if checkpoint.global_step:
-                for field in (self.field, "rank_states"):  # which has what differs between ranks
+                for field in (self.field, "rank_states"):  # which has the state that differs between ranks
                     if alter(getattr(checkpoint, field), self.word):
                         break
                 else:

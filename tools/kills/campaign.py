@@ -1,11 +1,11 @@
-"""Kill trainings of modules that keep state in many places, and compare every bit of what the resumed ones end with.
+"""Kill trainings of modules that keep state in many places, and compare every bit of the results of the resumed ones.
 
     python -m tools.kills.campaign                          120 SIGKILLs that count
     python -m tools.kills.campaign --cases curriculum,fitted --kills 12 --seed 3 --verbose
     python -m tools.kills.campaign --list
 
 Compared are the last checkpoints (weights, buffers, optimizer states, counters, random states, history) and the rows
-of metrics.csv. A training that refuses to go on with an error of the library is told apart. Exit code 1 if a bit
+of metrics.csv. A training that refuses to continue with an error of the library is counted apart. Exit code 1 if a bit
 differs, if a training failed, or if `forgetful`, which forgets a counter, is not found.
 """
 
@@ -47,7 +47,7 @@ class Subject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of it: "same", "different", "refused", "failed" or "not proved", and in words."""
+    """The result: "same", "different", "refused", "failed" or "not proved", and in words."""
 
     result: str
     words: str
@@ -70,7 +70,7 @@ _NORM = "train/grad_norm"
 
 
 def compare_unordered(one: Path, other: Path) -> Divergence | None:
-    """As `compare_logs`, but for what the order of parameters decides: lists of names, and the last bit of norms.
+    """As `compare_logs`, without values that depend on the order of parameters: lists of names, last bits of norms.
 
     The norm is a sum in the order in which the module has its parameters, as `torch.nn.utils.clip_grad_norm_` makes it.
     """
@@ -173,7 +173,7 @@ def _counted(found: dict[Subject, Outcome]) -> str:
 
 
 def is_good(subject: Subject, outcome: Outcome) -> bool:
-    """Whether the outcome is what the contract asks for."""
+    """Whether the outcome is that of the contract."""
     return outcome.result == ("different" if subject.case == "forgetful" else "same")
 
 

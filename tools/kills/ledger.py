@@ -4,8 +4,8 @@
     python -m tools.kills.ledger --kills 4 --seed 3     fewer, at other moments
 
 Several runs train at the same time: some are resumed where they were killed, some begin in a copy of another run's
-folder, some are branches beside their first run, some begin anew. Each run notes every step that its optimizer makes in
-a file of its own: from then on its result may have been seen. Exit code 1 if the ledger has fewer steps than were made,
+folder, some are branches next to their first run, some begin again. Each run notes every step of its optimizer
+in its own file: from then on its result may have been seen. Exit code 1 if the ledger has fewer steps than were made,
 or more than 16 for each kill beyond them, or if a statement on the disk is below the ledger.
 """
 
@@ -103,7 +103,7 @@ def _released(place: Path) -> int:
 
 
 def _below(ledger: Path, folders: list[Path]) -> list[str]:
-    """Statements of the runs killed last that say less than the ledger has of their own steps."""
+    """Statements of the runs killed last with fewer steps than the ledger has of them."""
     book, found = SpendLedger(ledger), []
     for folder in folders:
         told = ts.PrivacyStatement.from_json((folder / "privacy_statement.json").read_text())

@@ -1,4 +1,4 @@
-"""Kill trainings while they upload to an S3 server, continue each on an empty disk, and compare what they end with.
+"""Kill trainings while they upload to an S3 server, continue each on an empty disk, and compare the results.
 
     python -m tools.kills.remote                     40 SIGKILLs within an upload
     python -m tools.kills.remote --kills 6 --seed 3
@@ -67,7 +67,7 @@ def s3_server() -> Iterator[str]:
 
 
 def train_logged(address: str, local: str, output: str) -> None:
-    """`train` in a process of its own, which prints into the file `output`."""
+    """`train` in a new process, which prints into the file `output`."""
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -97,7 +97,7 @@ def train(address: str, local: str) -> None:
 
 
 def damaged(address: str) -> tuple[list[str], int]:
-    """What is wrong with the checkpoints at `address`, each of which is downloaded; and how many are half uploaded."""
+    """The faults of the checkpoints at `address`, each of which is downloaded; and how many are half uploaded."""
     listing, problems = list_entries(ObjectStore(address)), []
     problems += [str(error) for error in listing.broken.values()]
     with tempfile.TemporaryDirectory() as folder:

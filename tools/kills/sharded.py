@@ -1,12 +1,12 @@
-"""Kill ranks that write sharded checkpoints at random moments, and look at what they leave.
+"""Kill ranks that write sharded checkpoints at random moments, and look at their files.
 
     python -m tools.kills.sharded                        60 SIGKILLs
     python -m tools.kills.sharded --kills 6 --seed 3     fewer, at other moments
 
 Every second kill strikes one rank, and a moment later the others, as a launcher does; the other kills strike all ranks
 at once. Runs save in the foreground and in the background. After each kill every checkpoint is read, byte by byte, and
-none that was reported as safe may be missing; then the run goes on from the newest. Exit code 1 if one is damaged or
-missing, or if a run does not end with the bits of one that nobody killed.
+none that was reported as safe may be missing; then the run continues from the newest. Exit code 1 if one is damaged or
+missing, or if a run does not end with the bits of an unbroken one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT_S = 120.0
 
 
 class Result(NamedTuple):
-    """What the kills have shown."""
+    """The results of the kills."""
 
     kills: int
     while_writing: int
@@ -87,7 +87,7 @@ def train(place: str, async_save: bool, environment: dict[str, str]) -> None:
 
 
 def run(place: Path, kills: int, seed: int) -> Result:
-    """Kill so many times under `place`, in two runs, and compare both with a run that nobody killed."""
+    """Kill so many times under `place`, in two runs, and compare both with an unbroken run."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.kills.training", *LATER, *SHARDING])
@@ -108,7 +108,7 @@ def run(place: Path, kills: int, seed: int) -> Result:
                 last = 0
         _finish(context, folder, async_save, problems)
         if not problems and not _equal(folder, unbroken):
-            problems.append(f"{folder.name}: the run ended with other bits than one that nobody killed")
+            problems.append(f"{folder.name}: the run ended with other bits than an unbroken one")
     return Result(struck, writing, sum(len(_safe(place / name)) for name in ("foreground", "background")), problems)
 
 
@@ -142,7 +142,7 @@ def _strike(draw: random.Random, folder: Path, ranks: list[Any], before: int, *,
 
 
 def _inspect(folder: Path, last: int, problems: list[str]) -> int:
-    """Verify what is there; the step of the newest checkpoint."""
+    """Verify all checkpoints; the step of the newest checkpoint."""
     found = (
         [one for one in list_checkpoints(folder / "checkpoints") if one.kind == "checkpoint"]
         if (folder / "checkpoints").is_dir()

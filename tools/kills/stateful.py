@@ -39,7 +39,7 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.augmented(row), row.sum().reshape(1)
 
     def augmented(self, row: torch.Tensor) -> torch.Tensor:
-        """What the model gets of a sample."""
+        """The input of the model from a sample."""
         return row
 
 
@@ -57,7 +57,7 @@ class OwnGenerators(Numbers):
 
 
 class Plain(ts.ModuleInterface):
-    """A regression with dropout, AdamW and a validation; what a subclass keeps in `kept` is its state."""
+    """A regression with dropout, AdamW and a validation; the values that a subclass keeps in `kept` are its state."""
 
     kept: tuple[str, ...] = ()
 
@@ -107,14 +107,14 @@ class Plain(ts.ModuleInterface):
 
 
 def state_of(value: Any) -> Any:
-    """What a checkpoint holds of `value`."""
+    """The part of `value` in a checkpoint."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     return value.bit_generator.state if isinstance(value, np.random.Generator) else value
 
 
 class Curriculum(Plain):
-    """Advances in the hook and in the loader method that begin an epoch; both decide what is trained on."""
+    """Advances in the hook and in the loader method that begin an epoch; both choose the training data."""
 
     kept = ("level", "loaders", "draws")
 
@@ -137,7 +137,7 @@ class Curriculum(Plain):
 
 
 class OfItsRank(Plain):
-    """Each rank draws noise from a generator of its own; the dataset has generators too, and workers."""
+    """Each rank draws noise from its own generator; the dataset has generators too, and workers."""
 
     kept = ("noise", "seen")
 
@@ -191,7 +191,7 @@ class Shuffled(Plain):
 
 
 class Fitted(Plain):
-    """Counts what it sees; the trial step of `fit_micro_batch` must not count."""
+    """Counts its calls; the trial step of `fit_micro_batch` must not count."""
 
     kept = ("seen", "noise")
 
@@ -234,7 +234,7 @@ class Steady(Plateau):
 
 
 class Forgetful(Plain):
-    """Keeps a counter that no checkpoint has: what a campaign has to find."""
+    """Keeps a counter that no checkpoint has: a campaign has to find it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Forgetful(Plain):
 
 
 class Counts(ts.Callback):
-    """Counts what happens at the beginnings and the steps, by rank, and keeps notes in `user_state`."""
+    """Counts the calls at begins and steps, by rank, and keeps notes in `user_state`."""
 
     def __init__(self) -> None:
         self.begun, self.steps, self.noise = 0, rank(), torch.Generator().manual_seed(7 + rank())
@@ -287,7 +287,7 @@ class Notes(ts.Callback):
 
 
 class Case(NamedTuple):
-    """A module, its callbacks and what its arguments have besides the usual."""
+    """A module, its callbacks and its unusual arguments."""
 
     module: type[ts.ModuleInterface]
     callbacks: tuple[type[ts.Callback], ...] = ()
@@ -305,7 +305,7 @@ CASES = {
     "steady": Case(Steady, (Notes,), ema=True),
     "forgetful": Case(Forgetful),
 }
-"""By name. `forgetful` is no part of the campaign: it has to be found."""
+"""By name. `forgetful` is not a part of the campaign: it has to be found."""
 
 
 class Make:

@@ -3,8 +3,8 @@
     python -m tools.launchers torchrun slurm ray submitit pods
     python -m tools.launchers slurm --only preempted
 
-Each name needs what its line says: network namespaces for torchrun, SLURM of Debian for slurm, `pip install
-'trainstack[ray]'` for ray, `pip install submitit` for submitit. What is missing is skipped with the reason. A line is
+Each name has requirements: network namespaces for torchrun, SLURM of Debian for slurm, `pip install
+'trainstack[ray]'` for ray, `pip install submitit` for submitit. A missing one is skipped with the reason. A line is
 printed for each case; the exit status is 1 if one ended in another way than it had to.
 """
 
@@ -136,7 +136,7 @@ LAUNCHERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
 
 
 def main() -> int:
-    """Run what is asked for; 1 if a case ended in another way than it had to."""
+    """Run the named cases; 1 if one ended in another way than it had to."""
     parser = argparse.ArgumentParser(prog="python -m tools.launchers", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(LAUNCHERS)}; all by default")
     parser.add_argument("--only", default="", help="cases whose name contains this")

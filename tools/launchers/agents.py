@@ -18,7 +18,7 @@ COMMAND = (
     "--nnodes=1:2 --nproc-per-node=1 --max-restarts=5 --rdzv-backend=c10d --rdzv-endpoint=10.77.0.1:29400 "
     "--rdzv-id=run-1 --rdzv-conf=last_call_timeout=3 --local-addr=10.77.0.{host} -m tools.launchers.training"
 )
-"""What both hosts run; without `last_call_timeout` each start waits 30 seconds for another host."""
+"""The program of both hosts; without `last_call_timeout` each start waits 30 seconds for another host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ def run(folder: Path, ranks: int, *, as_pods: bool = False, epochs: int = 4) -> 
     """Train on so many ranks in `folder/run`; the digest of the weights, with the number of steps and ranks.
 
     Args:
-        folder: for the run, and for what each rank prints.
+        folder: for the run, and for the output of each rank.
         ranks: how many.
         as_pods: without LOCAL_RANK and LOCAL_WORLD_SIZE.
         epochs: of 12 steps.

@@ -67,7 +67,7 @@ class Result:
         code: the exit code of the batch script, a colon, and its signal.
         restarts: how often it was requeued.
         digest: of the weights, with the number of steps; "" where the training has not finished.
-        output: what the job has printed.
+        output: of the job.
     """
 
     state: str
@@ -178,7 +178,7 @@ def requeued_from_outside(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def array(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Two tasks with folders of their own, of which the second gets a signal."""
+    """Two tasks with separate folders, of which the second gets a signal."""
     both = submit(node, folder, "--array=0-1", array=True)
     tasks = [Job(node=node, number=f"{both.number}_{task}", run=folder / f"run-{task}") for task in range(2)]
     tasks[1].wait_for_step(20)

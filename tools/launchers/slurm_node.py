@@ -147,7 +147,7 @@ class SlurmNode:
                 daemon.wait()
 
     def call(self, *command: str, check: bool = True, **variables: str) -> str:
-        """Run a command of SLURM's; what it prints."""
+        """Run a command of SLURM's; returns its output."""
         ended = subprocess.run(
             command, env=self.environment | variables, capture_output=True, text=True, timeout=120, check=False
         )
@@ -160,12 +160,12 @@ class SlurmNode:
         return self.call("sbatch", "--parsable", *options, str(script), **variables).strip()
 
     def fields(self, job: str) -> dict[str, str]:
-        """What SLURM says of a job: JobState, Restarts, ExitCode and more."""
+        """SLURM's description of a job: JobState, Restarts, ExitCode and more."""
         words = self.call("scontrol", "show", "job", "-o", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def end(self, job: str, limit_s: float) -> dict[str, str]:
-        """Wait until a job has ended; what SLURM says of it.
+        """Wait until a job has ended; returns SLURM's description of it.
 
         Raises:
             TimeoutError: it has not after `limit_s`.

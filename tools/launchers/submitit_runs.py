@@ -52,12 +52,12 @@ class Training:
         return digest(trainer.module)
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """What submitit runs after the preemption."""
+        """The function that submitit runs after the preemption."""
         return submitit.helpers.DelayedSubmission(self)
 
 
 def run_locally(folder: Path) -> list[str]:
-    """Two tasks of the local executor; what they return."""
+    """Two tasks of the local executor; returns their results."""
     (folder / "run").mkdir()
     executor = submitit.LocalExecutor(folder=folder / "submitit")
     executor.update_parameters(tasks_per_node=2, timeout_min=5)
@@ -65,7 +65,7 @@ def run_locally(folder: Path) -> list[str]:
 
 
 def run_in_slurm(node: SlurmNode, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """A job that gets SIGUSR2 in the middle; what SLURM says of it, and what its tasks have returned."""
+    """A job that gets SIGUSR2 in the middle; returns SLURM's description of it, and the results of its tasks."""
     run = folder / "run"
     run.mkdir()
     os.environ.update(

@@ -55,7 +55,7 @@ class RankPool:
 
         Args:
             job: "function" ("module:name"), "options", "folder" for results, "places" (environment and file for stderr
-                of each rank), "timeout_s" for the whole case, "fresh" for ranks that nobody has used.
+                of each rank), "timeout_s" for the whole case, "fresh" for new ranks.
         """
         self.start(job)
         return self.finish()
@@ -68,7 +68,7 @@ class RankPool:
         self._server.stdin.flush()
 
     def finish(self) -> list[int]:
-        """Wait for the case that was started; returns what `run` does."""
+        """Wait for the case that was started; returns the result of `run`."""
         assert self._server.stdout is not None
         answer: dict[str, Any] = {"number": 0}
         while answer["number"] != self._jobs:  # an interrupted test has not read its answer
@@ -201,7 +201,7 @@ def _end(ranks: list[_Rank]) -> None:
 
 
 def _serve_jobs(channel: socket.socket) -> None:
-    """What a rank does: one job after the other, until the server closes the socket."""
+    """The work of a rank: one job after the other, until the server closes the socket."""
     from tools.ranks import process as rank_process
 
     random_state = rank_process.RandomState()

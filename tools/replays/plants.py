@@ -39,8 +39,8 @@ class Plant:
 
     Attributes:
         name: in words.
-        full: what a full record shows.
-        default: what the default record shows.
+        full: the finding with a full record.
+        default: the finding with the default record.
         settings: of the module in the replay.
         changes: of the arguments in the replay.
         tamper: changes the folder of the run before the replay.

@@ -58,7 +58,7 @@ class Case:
 
     @property
     def nproc(self) -> int | None:
-        """Processes that train together; None for one that stands alone."""
+        """Processes that train together; None for a single one."""
         return None if self.backend.startswith("sp") else 2
 
     def arguments(self, place: Path) -> ts.TrainerArguments:
@@ -117,7 +117,7 @@ def replay_from(task: ReplayTask, first: int, last: int | None = None) -> Replay
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run has shown.
+    """The result of a run.
 
     Attributes:
         replays: how many replays were made.
@@ -172,5 +172,5 @@ def is_good(outcome: Outcome) -> bool:
 
 
 def clear(folder: Path) -> None:
-    """Delete what a case has left."""
+    """Delete the files of a case."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -21,7 +21,7 @@ FEATURES, CLASSES, SAMPLES = 8, 3, 43
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run has; a planted difference changes one of them, or has a `plant`.
+    """The settings of a run; a planted difference changes one of them, or has a `plant`.
 
     Attributes:
         dropout: of the network.

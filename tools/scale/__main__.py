@@ -51,7 +51,7 @@ def failure_before(size: int) -> StoreCost:
 def _counted(count: Callable[[int], StoreCost], largest: int) -> list[tuple[int, StoreCost, str]]:
     """Costs counted up to `largest` ranks. Of more, requests and lines are in proportion, and bytes a polynomial.
 
-    The polynomial has the number of ranks and its square, since each rank reads what all have said.
+    The polynomial has the number of ranks and its square, since each rank reads the values of all.
     """
     found = {size: count(size) for size in sorted({*(size for size in RANKS if size <= largest), largest})}
     low, high = found[min(found)], found[largest]
@@ -71,8 +71,8 @@ def _counted(count: Callable[[int], StoreCost], largest: int) -> list[tuple[int,
     return costs
 
 
-def _print_store(what: str, before: Callable[[int], StoreCost], after: list[tuple[int, StoreCost, str]]) -> None:
-    _say(f"\n{what}; all ranks together; 'before' by its formula\n")
+def _print_store(title: str, before: Callable[[int], StoreCost], after: list[tuple[int, StoreCost, str]]) -> None:
+    _say(f"\n{title}; all ranks together; 'before' by its formula\n")
     _say("| ranks | requests before | requests | bytes before | bytes | lines before | lines | how |")
     _say("|---|---|---|---|---|---|---|---|")
     for size, cost, how in after:

@@ -24,7 +24,7 @@ class CountingStore:
         self._changed = threading.Condition()
 
     def clone(self) -> CountingStore:
-        """The same store; a connection is no request."""
+        """The same store; a connection does not count as a request."""
         return self
 
     def set(self, key: str, value: str) -> None:

@@ -1,4 +1,4 @@
-"""What a rank sends in an exchange, as formulas; tests compare them with what gloo is given on 2, 4 and 8 ranks.
+"""Messages of a rank in an exchange, as formulas; tests compare them with the calls of gloo on 2, 4 and 8 ranks.
 
 "Before" is commit 24724a0. gloo's all-gather is a ring: a rank sends a block to its neighbour for each other rank.
 """

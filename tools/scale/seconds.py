@@ -1,4 +1,4 @@
-"""Wall times of exchanges on this machine, in processes; what 24724a0 did is timed beside them, in the same run."""
+"""Wall times of exchanges on this machine, in processes; the code of 24724a0 is timed in the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rendezvous and a failure ask of the store, counted with the code of the library, a thread for each rank."""
+"""Requests of the rendezvous and of a failure to the store, counted in the library's code, a thread a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the accounts share."""
+"""Helpers that the tests of the accounts share."""
 
 from __future__ import annotations
 

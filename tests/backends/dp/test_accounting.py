@@ -172,7 +172,7 @@ def test_renyi_accounting_has_no_floor() -> None:
         ([(1.0, 0.1, 3)], math.nan, "delta=nan"),
     ],
 )
-def test_numbers_that_are_no_mechanism_are_refused(
+def test_numbers_that_describe_no_mechanism_are_refused(
     history: list[tuple[float, float, float]], delta: float, words: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):

@@ -1,4 +1,4 @@
-"""What `DifferentialPrivacyArguments` and `plan_privacy` refuse, what they derive, and what to write instead."""
+"""`DifferentialPrivacyArguments` and `plan_privacy`: refused values with a correction, and derived values."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "words"), MISTAKES, ids=[str(given) for given, _ in MISTAKES])
-def test_a_mistake_is_answered_with_what_to_write(given: dict[str, Any], words: str) -> None:
+def test_a_mistake_is_answered_with_a_correction(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DifferentialPrivacyArguments(**{"delta": 1e-5, "noise_multiplier": 1.0, **given})
 
@@ -79,7 +79,7 @@ def test_the_budget_is_the_target_unless_said_otherwise() -> None:
 
 @pytest.mark.spec("O13")
 @given(st.integers(1, 20_000), st.integers(1, 20_000))
-def test_rate_and_denominator_are_what_the_user_wrote_whatever_the_data_set(batch: int, records: int) -> None:
+def test_rate_and_denominator_are_those_of_the_user_for_each_data_set(batch: int, records: int) -> None:
     batch = min(batch, records)
     plan, _ = make_plan(noise_multiplier=1.0, delta=1e-9, batch=batch, records=records)
     assert plan.sample_rate == batch / records

@@ -223,7 +223,7 @@ class Recurrent(Net):
         return [torch.optim.SGD(self.parameters(), lr=0.1)], []
 
 
-def test_lists_of_parameters_are_no_state_of_the_user(tmp_path: Any) -> None:
+def test_lists_of_parameters_do_not_count_as_state_of_the_user(tmp_path: Any) -> None:
     assert len(sums_of(tmp_path, Recurrent())) == STEPS
 
 

@@ -59,7 +59,7 @@ def test_the_advice_does_not_delay_the_start() -> None:
     assert time.process_time() - began < 0.3
 
 
-def test_rows_say_what_to_write_or_that_no_batch_is_large_enough() -> None:
+def test_rows_name_the_value_to_write_or_say_that_no_batch_is_large_enough() -> None:
     plan = plan_of(records=1437, batch=64, noise_multiplier=1.7)
     ((label, text),) = advice_rows(plan, 4810)
     assert label == "signal to noise"

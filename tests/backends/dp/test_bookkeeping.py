@@ -1,4 +1,4 @@
-"""Bookkeeping knows layers by what is done with their parameters, and is exact for each."""
+"""Bookkeeping recognizes layers by the operations on their parameters, and is exact for each."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_auto_chooses_bookkeeping_for_it(layer: str) -> None:
     ],
 )
 @pytest.mark.parametrize("records", [4, 5, 6])
-def test_what_it_does_not_know_is_refused_by_name(net: Any, named: str, records: int) -> None:
+def test_an_unknown_operation_is_refused_by_name(net: Any, named: str, records: int) -> None:
     """Also where the number of records is that of the positions, so that shapes alone would not tell."""
     module = Regression(net())
     batch = ids(records, 6) if isinstance(module.net, nn.Embedding) else torch.randn(records, 6, 4)

@@ -1,4 +1,4 @@
-"""The accountant charges before the step, stops at the budget, and goes on over resumes."""
+"""The accountant charges before the step, stops at the budget, and continues after a resume."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_interrupted_anywhere_a_run_spends_as_much_as_in_one_piece(ledger: Spend
         assert (steps, run.steps, run.allows()) == (whole, whole, False)
 
 
-def test_what_a_crash_over_counts_never_exceeds_the_budget(ledger: SpendLedger) -> None:
+def test_steps_that_a_crash_counts_twice_never_exceed_the_budget(ledger: SpendLedger) -> None:
     killed = make_accountant(ledger, max_epsilon=2.0)
     most = spend_all(make_accountant(max_epsilon=2.0))
     spend(killed, most - 3)
@@ -238,7 +238,7 @@ def test_branches_from_one_checkpoint_share_one_budget(ledger: SpendLedger) -> N
     assert not branches[0].allows()
 
 
-def test_two_runs_beside_each_other_do_not_share(ledger: SpendLedger) -> None:
+def test_two_runs_at_the_same_time_do_not_share(ledger: SpendLedger) -> None:
     one, other = make_accountant(ledger), make_accountant(another(ledger))
     spend(one, 3)
     spend(other, 4)
@@ -258,14 +258,14 @@ def test_a_checkpoint_without_its_ledger_is_refused(kept: int | None, tmp_path: 
         make_accountant(SpendLedger(elsewhere)).update_state(through_json(first))
 
 
-def test_without_its_ledger_a_run_goes_on_only_without_a_guarantee(tmp_path: Path, ledger: SpendLedger) -> None:
+def test_without_its_ledger_a_run_continues_only_without_a_guarantee(tmp_path: Path, ledger: SpendLedger) -> None:
     first = spend(make_accountant(ledger), 40)
     new = SpendLedger(tmp_path / "new.ledger")
     resumed = make_accountant(new, on_unsafe="report")
     resumed.update_state(through_json(first))
     assert (resumed.steps, resumed.overrides) == (40, (NO_LEDGER,))
     spend(resumed, 2)
-    again = make_accountant(another(new))  # what is known is in the new ledger, but the doubt stays
+    again = make_accountant(another(new))  # the new ledger has the known steps; unknown ones remain possible
     again.update_state(through_json(resumed))
     assert again.steps >= 42
     assert again.overrides == (NO_LEDGER,)

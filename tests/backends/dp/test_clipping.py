@@ -1,4 +1,4 @@
-"""Clippers bound what one record can add, in every kind of clipping."""
+"""Clippers bound the contribution of one record, in every kind of clipping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def norms_after(clipper: Clipper, squares: Tensor) -> Tensor:
     return (rows**2 * squares).sum(0).sqrt()
 
 
-def test_flat_clipping_shortens_what_is_too_long_and_leaves_the_rest() -> None:
+def test_flat_clipping_shortens_long_gradients_and_leaves_the_rest() -> None:
     assert norms_after(FlatClipper(2.0), SQUARES).tolist() == pytest.approx([2.0, 0.0, 0.01], rel=1e-6)
 
 

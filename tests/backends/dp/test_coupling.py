@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_could_couple_records_is_refused(what: str) -> None:
+def test_an_operation_that_could_couple_records_is_refused(what: str) -> None:
     module = Written(REFUSED[what][0])
     with pytest.raises(Unsupported, match=REFUSED[what][1]):
         choose_mode("bookkeeping", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
@@ -196,7 +196,7 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("what", EXACT)
-def test_what_couples_records_in_a_batch_is_taken_record_by_record(what: str) -> None:
+def test_operations_that_couple_a_batch_are_applied_record_by_record(what: str) -> None:
     torch.manual_seed(0)
     module, batch = Written(EXACT[what]), vectors(7, seed=1)
     assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6).name == "bookkeeping"

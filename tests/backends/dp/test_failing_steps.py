@@ -1,4 +1,4 @@
-"""What a gradient mode leaves behind when `train_step` fails, and what is told of it."""
+"""The state that a gradient mode leaves when `train_step` fails, and the error."""
 
 from __future__ import annotations
 

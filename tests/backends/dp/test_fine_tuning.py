@@ -48,7 +48,7 @@ def assert_fast_and_exact(module: nn.Module, batch: Any) -> None:
             each.add(run, batch, RECORDS)
             sums.append(torch.cat([total.flatten() for total in each.pop_sums()]))
         assert float((sums[0] - sums[1]).norm()) <= 1e-6 * float(sums[1].norm())
-    # Each by itself: a sum could hide that two records are mistaken for each other.
+    # One record at a time: a sum could hide that two records are mistaken for each other.
     for i in range(RECORDS):
         one = {key: value[i : i + 1] for key, value in batch.items()}
         sums = []

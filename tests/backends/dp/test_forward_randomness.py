@@ -305,7 +305,7 @@ def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("old", [False, True])
-def test_a_resume_has_other_numbers_whatever_the_checkpoint_holds(
+def test_a_resume_has_other_numbers_for_each_content_of_the_checkpoint(
     old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Older versions stored the random states of private runs."""

@@ -63,7 +63,7 @@ def test_different_noise_with_every_record_adds_up_in_squares() -> None:
 def test_a_fixed_order_counts_epochs_begun() -> None:
     one, two = (gaussian_epsilon(math.sqrt(times) / 2.0, 1e-5) for times in (1, 2))
     assert fixed_order_epsilon([(2.0, 0.1, 1)], 1e-5) == one
-    assert fixed_order_epsilon([(2.0, 0.1, 10)], 1e-5) == one  # 10 * 0.1 is one epoch, whatever its last bit says
+    assert fixed_order_epsilon([(2.0, 0.1, 10)], 1e-5) == one  # 10 * 0.1 is one epoch; its last bit may differ
     assert fixed_order_epsilon([(2.0, 0.1, 11)], 1e-5) == two
 
 
@@ -105,7 +105,7 @@ def test_hardly_any_noise_has_an_epsilon_all_the_same(sigma: float) -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.3, 0.5, 1.0])
-def test_the_attack_on_shuffled_batches_reaches_what_its_definition_says(sigma: float) -> None:
+def test_the_attack_on_shuffled_batches_reaches_the_value_of_its_definition(sigma: float) -> None:
     """The chance that the largest sum of an epoch is above a threshold, with the record and without it."""
     thresholds = np.linspace(0, 2 * (1 + 6 * sigma), 2001)
     epsilon = shuffled_epsilon_at_least(sigma, 100, 1e-5)

@@ -79,7 +79,7 @@ def test_noise_that_float32_would_round_to_nothing_is_refused() -> None:
         fast_normal(words(), 10, 1e-35)
 
 
-def test_a_python_without_openssl_draws_from_a_generator_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_openssl_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ssl", None)
     draw = secure_words()
     assert draw(4).dtype == np.uint64

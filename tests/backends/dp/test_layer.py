@@ -102,10 +102,8 @@ def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
     ["auto", "bookkeeping", *(pytest.param(m, marks=pytest.mark.slow) for m in ("vmap", "hooks", "loop", "ghost"))],
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_record_more_moves_what_is_released_by_no_more_than_the_limit(
-    shape: str, mode: str, tmp_path: Path
-) -> None:
-    """Or the module is refused, in words that say what is wrong."""
+def test_one_record_more_moves_the_release_by_at_most_the_limit(shape: str, mode: str, tmp_path: Path) -> None:
+    """Or the module is refused, and the message names the fault."""
     batches = make(shape)[1]
     x, y = batches(9)
     if x.is_floating_point():

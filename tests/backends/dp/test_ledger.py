@@ -1,4 +1,4 @@
-"""Whatever happens to a process, the ledger has at least the steps that it took, and at most a block more."""
+"""However a process ends, the ledger has at least the steps that it took, and at most a block more."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_ledger(path: Path) -> SpendLedger:
 
 
 def total(path: Path, run: str = RUN) -> int:
-    """What a process that starts now reads."""
+    """The count that a new process reads."""
     return sum(steps for _, _, steps in SpendLedger(path).spent(run))
 
 
@@ -109,7 +109,7 @@ def test_a_forked_process_does_not_take_its_parents_steps(tmp_path: Path) -> Non
     assert total(path) >= 7
 
 
-# --- what may have happened to the file
+# --- possible damage of the file
 
 
 @given(cut=st.integers(1, 200))
@@ -209,7 +209,7 @@ def test_an_end_at_any_call_never_undercounts(tmp_path: Path, torn: bool, error:
             except (PrivacyLedgerError, Crash):
                 assert count[0] == point
         assert taken[0] <= total(path) <= taken[0] + BLOCK
-        charge(make_ledger(path), 1)  # and the next run goes on
+        charge(make_ledger(path), 1)  # and the next run continues
         assert taken[0] + 1 <= total(path) <= taken[0] + 2 * BLOCK
         if count[0] < point:
             assert (taken[0], point > 10) == (11, True)
@@ -218,7 +218,7 @@ def test_an_end_at_any_call_never_undercounts(tmp_path: Path, torn: bool, error:
 
 
 def resume(directory: Path) -> Accountant:
-    """A run that goes on from the checkpoint in `directory`, if there is one."""
+    """A run that continues from the checkpoint in `directory`, if there is one."""
     run = make_accountant(SpendLedger(directory / "privacy.ledger"))
     if (directory / "checkpoint.json").exists():
         run.update_state(json.loads((directory / "checkpoint.json").read_text()))
@@ -227,8 +227,8 @@ def resume(directory: Path) -> Accountant:
 
 def save(run: Accountant, directory: Path) -> None:
     run.settle()
-    (directory / "aside").write_text(json.dumps(run.get_state()))
-    (directory / "aside").replace(directory / "checkpoint.json")
+    (directory / "new").write_text(json.dumps(run.get_state()))
+    (directory / "new").replace(directory / "checkpoint.json")
 
 
 def train_until_killed(directory: Path) -> None:

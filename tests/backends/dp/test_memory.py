@@ -1,4 +1,4 @@
-"""What a module keeps from one forward pass to the next: refused where losses depend on it, and only there."""
+"""Values that a module keeps between forward passes: refused where losses depend on them, and only there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def chosen(module: nn.Module, asked: str = "auto") -> GradientMode:
 
 
 class Remembering(Plain):
-    """Divides a loss by what `kept` makes of the losses before."""
+    """Divides a loss by the value that `kept` computes from the losses before."""
 
     def __init__(self, kept: Any, average: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_memory_outside_of_the_module_is_refused_without_a_name() -> None:
         chosen(Remembering(None, average))
 
 
-def test_memory_beside_random_numbers_is_refused() -> None:
+def test_memory_together_with_random_numbers_is_refused() -> None:
     def average(module: Any, loss: Tensor) -> float:
         return _in_a_number(module, loss) + float(np.random.uniform())
 
@@ -141,7 +141,7 @@ def test_a_private_run_with_a_memory_does_not_begin(tmp_path: Path) -> None:
         ts.Trainer(Balanced(), private(tmp_path, promise(noise_multiplier=1.0))).train()
 
 
-# --- what is right is let through
+# --- correct modules are accepted
 
 
 class Counting(Plain):
@@ -200,7 +200,7 @@ KINDS = ("exponential", "numpy", "python", *(f"a generator of {kind}" for kind i
 
 @pytest.mark.parametrize("asked", ["vmap", "loop"])
 @pytest.mark.parametrize("kind", [*KINDS, "a global generator"])
-def test_random_numbers_are_no_memory_and_stay_as_they_were(kind: str, asked: str, tmp_path: Path) -> None:
+def test_random_numbers_do_not_count_as_memory_and_stay_the_same(kind: str, asked: str, tmp_path: Path) -> None:
     states = []
     for backend in ("sp", "sp-dp"):
         module = Drawing(kind)

@@ -20,7 +20,7 @@ from trainstack.errors import ModuleContractError
 BATCH_NORM = r"norm \(BatchNorm1d\) normalises records by each other"
 COUPLED = "not the mean of the losses of its records"
 
-# What a mode refuses: the shape, and what the refusal names. Everything else is exact.
+# The shapes that a mode refuses, and the words of the refusal. Everything else is exact.
 REFUSED: dict[str, dict[str, str]] = {
     "loop": {},
     "vmap": {},
@@ -112,7 +112,7 @@ def test_auto_takes_the_fastest_that_is_exact(shape: str) -> None:
         assert chosen("auto", shape)[0].name == AUTOMATIC[shape]
 
 
-def test_auto_says_in_lines_what_it_chose_and_why_not_something_faster(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_choice_and_why_it_is_not_a_faster_mode(caplog: pytest.LogCaptureFixture) -> None:
     class Steered(Plain):
         def logits(self, x: Tensor) -> Tensor:
             return super().logits(x.clone().requires_grad_())
@@ -135,7 +135,7 @@ def _reference(scales: list[float]) -> _Reference:
 
 
 @pytest.mark.parametrize("parameter", [0, 1])
-def test_a_difference_counts_beside_the_parameters_own_gradient_and_a_hundredth_of_the_largest(parameter: int) -> None:
+def test_a_difference_is_relative_to_the_own_gradient_and_a_hundredth_of_the_largest(parameter: int) -> None:
     case = _reference([1.0, 1e-4])
     limit = 1e-4 * (case.scales[parameter] + 1e-2)
     for factor, expected in ((0.99, None), (1.01, parameter)):
@@ -196,7 +196,7 @@ def test_a_normalisation_that_has_no_effect_is_told_of_once(shape: str, caplog: 
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_what_torch_jit_compiled_is_refused_in_a_sentence() -> None:
+def test_a_part_that_torch_jit_compiled_is_refused_in_a_sentence() -> None:
     module = Plain()
     module.first = torch.jit.script(nn.Linear(5, 8))
     with pytest.raises(Unsupported, match=r"^first is compiled by torch\.jit.*Give the nn\.Module"):

@@ -1,4 +1,4 @@
-"""What user code learns of a private step does not depend on the other records of the step."""
+"""The values that user code sees of a private step do not depend on the other records of the step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_record_that_is_in_the_data_set_several_times_is_refused(repeated: Any
 
 
 @pytest.mark.parametrize("place", ["mean", "list", "dict", "tensor"])
-def test_what_a_forward_pass_has_set_is_gone_in_the_next_step(
+def test_values_that_a_forward_pass_sets_are_gone_in_the_next_step(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)  # as between its turns
@@ -104,7 +104,7 @@ def test_what_a_forward_pass_has_set_is_gone_in_the_next_step(
 
 
 class Scheduled(Net):
-    """Its schedule reads what `train_step` keeps, and its hook does so afterwards."""
+    """Its schedule reads a value that `train_step` keeps, and its hook reads it afterwards."""
 
     worst = 0.0
     read: ClassVar[list[float]] = []

@@ -1,4 +1,4 @@
-"""What a private run promises over its whole life: its budget, its account over crashes and resumes, its randomness."""
+"""The promises of a private run over crashes and resumes: its budget, its account, its randomness."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def broken_off(directory: Path, args: Any, *, after: int, **changes: Any) -> Non
     trainer.close()
 
 
-def test_starting_again_without_a_checkpoint_does_not_forget_what_was_spent(
+def test_starting_again_without_a_checkpoint_keeps_the_spent_budget(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_a_new_run_says_whose_steps_it_does_not_count(tmp_path: Path, caplog: py
     assert trainer.privacy_statement().steps == 8
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_keeps_its_own_account(
+def test_a_run_that_continues_from_a_checkpoint_keeps_its_own_account(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken_off(tmp_path, promise(**NOISY), after=5)
@@ -250,7 +250,7 @@ def test_every_checkpoint_holds_the_statement_of_its_moment(tmp_path: Path) -> N
     assert ts.PrivacyStatement.from_json(written.read_text()) == trainer.privacy_statement()
 
 
-def test_what_was_overridden_is_in_every_checkpoint_also_after_a_resume_without_it(tmp_path: Path) -> None:
+def test_an_override_is_in_every_checkpoint_also_after_a_resume_without_it(tmp_path: Path) -> None:
     trained(Classifier(), tmp_path, promise(**NOISY, on_unsafe="report"), clip_grad_value=1.0)
     for facts in states_in(tmp_path):
         assert facts["epsilon"] is None
@@ -261,7 +261,7 @@ def test_what_was_overridden_is_in_every_checkpoint_also_after_a_resume_without_
     assert "clip_grad_value=1.0" in after.privacy_statement().text
 
 
-def test_a_number_of_records_that_is_kept_back_stands_nowhere(
+def test_a_secret_number_of_records_is_in_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     args = promise(**NOISY, dataset_size=2000)
@@ -293,7 +293,7 @@ def test_the_seed_of_a_run_decides_neither_its_samples_nor_its_noise(tmp_path: P
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_noise_is_new_each_time_that_a_run_goes_on_from_a_checkpoint(secure: bool, tmp_path: Path) -> None:
+def test_noise_is_new_each_time_that_a_run_continues_from_a_checkpoint(secure: bool, tmp_path: Path) -> None:
     args, released = promise(**NOISY, secure=secure), []
     trained(Recorded(numbers(20), lr=0.0), tmp_path / "run", args, train_batch_size=1)
     for name in ("one", "other"):
@@ -322,7 +322,7 @@ def test_random_states_cannot_be_copied(make: Any, copied: Any) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_go_on_with_its_parents_noise() -> None:
+def test_a_forked_process_does_not_reuse_the_noise_of_its_parent() -> None:
     randomness = SeededRandomness(1)
     child = os.fork()
     if child == 0:

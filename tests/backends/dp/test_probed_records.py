@@ -1,4 +1,4 @@
-"""The records that a module is tried out on show what only a rare record brings about."""
+"""The records that probe a module include the rare ones that change its behaviour."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def training_set(records: list[Any], collate: Any = default_collate) -> Training
 
 
 def padded(samples: list[Any]) -> Any:
-    """Inputs `(records, longest, features)`, what of them is real, and labels."""
+    """Inputs `(records, longest, features)`, the mask of their real positions, and labels."""
     inputs, labels = zip(*samples, strict=True)
     real = pad_sequence([torch.ones(len(x)) for x in inputs], batch_first=True)
     return pad_sequence(list(inputs), batch_first=True), real, torch.stack(list(labels))

@@ -46,7 +46,7 @@ def test_privacy_loss_accounting_gives_the_published_figure(figure: Figure) -> N
 
 
 @each_figure
-def test_privacy_loss_accounting_lies_above_another_library_by_its_stated_error(figure: Figure) -> None:
+def test_privacy_loss_accounting_is_above_another_library_by_its_stated_error(figure: Figure) -> None:
     prv = epsilon_of(figure.history, figure.delta, "prv")
     assert prv - figure.pld == pytest.approx(0.01, abs=6e-4)  # both figures are rounded to four digits
     assert figure.pld < prv < epsilon_of(figure.history, figure.delta, "rdp")

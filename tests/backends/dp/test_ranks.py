@@ -64,7 +64,7 @@ def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_pat
     assert other["error"] is None
     assert not main["open"]
     assert not other["open"]
-    assert main["steps"] == other["steps"] == 6 + 6  # what could not be handed back stays spent: the planned steps
+    assert main["steps"] == other["steps"] == 6 + 6  # steps that could not be refunded stay spent: the planned ones
 
 
 @pytest.mark.processes

@@ -64,6 +64,6 @@ def test_two_columns_of_two_records_are_columns() -> None:
         (pack_padded_sequence(torch.zeros(3, 2, 1), [2, 1, 1], batch_first=True), "PackedSequence"),
     ],
 )
-def test_what_belongs_to_no_record_in_particular_is_refused(batch: Any, named: str) -> None:
+def test_values_that_belong_to_no_particular_record_are_refused(batch: Any, named: str) -> None:
     with pytest.raises(Unsupported, match=named):
         rows_of(batch, 3, slice(0, 1))

@@ -1,4 +1,4 @@
-"""What private training refuses before its first step, all of it together, each with what to write instead."""
+"""Refusals of private training before its first step: all in one error, each with a correction."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class With(Classifier):
 
 
 class Codebook(nn.Module):
-    """Learns from what it sees, without a gradient."""
+    """Learns from its inputs, without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_gradient_scaler_is_refused(backend: str, tmp_path: Path) -> None:
         ts.Trainer(Classifier(), arguments(tmp_path, backend=backend, differential_privacy_args=promise(**NOISY)))
 
 
-def test_parameters_that_are_frozen_while_training_goes_on_stop_it(tmp_path: Path) -> None:
+def test_parameters_that_are_frozen_during_training_stop_it(tmp_path: Path) -> None:
     class Freezing(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             self.net[0].requires_grad_(False)

@@ -238,7 +238,7 @@ def test_a_change_that_is_put_back_before_the_optimizer_step_is_refused(tmp_path
         sums_of(tmp_path, Net(0.5), [Swaps()])
 
 
-def test_a_statement_says_what_was_changed_where_the_run_continues(tmp_path: Any) -> None:
+def test_a_statement_names_the_changes_where_the_run_continues(tmp_path: Any) -> None:
     trainer = private_trainer(
         tmp_path, Keeps(0.5), [WritesAt("train_step_end", by_data)], on_unsafe="report", grad_mode="loop"
     )
@@ -434,7 +434,7 @@ class Wraps(Dataset[Any]):
 
 
 class Learns(Wraps):
-    """Centres samples by a running mean, once training is under way."""
+    """Centres samples by a running mean, once training has begun."""
 
     active = False
 

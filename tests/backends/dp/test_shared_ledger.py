@@ -88,7 +88,7 @@ def test_a_budget_of_the_ledger_stops_any_run_before_the_step(tmp_path: Path) ->
     assert accountant(shared(path)).steps_allowed(100) > 20
 
 
-def test_runs_beside_each_other_never_exceed_the_budget_together(tmp_path: Path) -> None:
+def test_concurrent_runs_never_exceed_the_budget_together(tmp_path: Path) -> None:
     path = tmp_path / "dataset.ledger"
     limit = epsilon_of([(SIGMA, Q, 50)], 1e-5, "rdp") * (1 + 1e-9)
     runs = [accountant(shared(path, budget=(limit, 1e-5))) for _ in range(3)]
@@ -121,7 +121,7 @@ def test_the_first_name_of_a_dataset_holds_for_later_runs(tmp_path: Path) -> Non
         shared(path, name="customers").check_use()
 
 
-def test_a_retry_takes_over_the_run_of_its_own_folder_alone(tmp_path: Path) -> None:
+def test_a_retry_takes_over_only_the_run_of_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "dataset.ledger"
     mine = spend(accountant(shared(path, folder="/mine")), 5)
     theirs = spend(accountant(shared(path, folder="/theirs")), 7)
@@ -249,7 +249,7 @@ def test_a_copied_folder_is_recognised_and_each_copy_names_the_other(tmp_path: P
     assert (branch.steps, first.steps) == (50, 50)
 
 
-def test_a_renamed_folder_is_no_copy(tmp_path: Path) -> None:
+def test_a_renamed_folder_does_not_count_as_a_copy(tmp_path: Path) -> None:
     run = spend(accountant(SpendLedger(tmp_path / "one" / "privacy.ledger")), 20)
     run.settle()
     (tmp_path / "one").rename(tmp_path / "renamed")
@@ -364,7 +364,7 @@ def test_a_registered_store_keeps_a_ledger() -> None:
 
 
 @pytest.mark.parametrize("mean_runs", [1.0, 10.0, 100.0])
-def test_the_best_of_k_runs_costs_what_the_theorem_says(mean_runs: float) -> None:
+def test_the_best_of_k_runs_costs_as_much_as_the_theorem_says(mean_runs: float) -> None:
     """Theorem 6 of Papernot and Steinke (2022) for Gaussian steps on all records, whose curve is a / (2 sigma^2)."""
     sigma, steps, delta = 8.0, 10, 1e-6
     rate = steps / (2 * sigma**2)

@@ -1,4 +1,4 @@
-"""What modes do beside adding up: outputs, records that are not finite, and leaving everything as it was."""
+"""Gradient modes apart from the sum: outputs, records that are not finite, and unchanged state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mode_for(asked: str, module: nn.Module, limit: float = 1.0) -> Any:
 
 
 class Wordy(Plain):
-    """Returns what people return."""
+    """Returns outputs of common kinds."""
 
     def train_step(self, batch: Any) -> Any:
         logits = self.logits(batch[0])
@@ -237,7 +237,7 @@ def test_texts_in_a_batch_cost_nothing_as_long_as_they_are_not_read() -> None:
         mode_for("vmap", module).add(run, batch, 4)
 
 
-def test_what_vmap_cannot_vectorise_is_named() -> None:
+def test_an_operation_that_vmap_cannot_vectorise_is_named() -> None:
     module, (x, y) = Plain(), vectors(4)
     with pytest.raises(Unsupported, match=r"batch\[2\] is a ndarray, which vmap cannot vectorise"):
         mode_for("vmap", module).add(run, (x, y, np.zeros(4)), 4)
@@ -343,7 +343,7 @@ def test_a_buffer_that_learns_is_refused_by_name() -> None:
         choose_mode("loop", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
 
 
-def test_what_a_module_remembers_of_records_is_refused_by_name() -> None:
+def test_state_that_a_module_keeps_of_records_is_refused_by_name() -> None:
     class Centred(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -398,7 +398,7 @@ def test_a_coupled_loss_is_taken_record_by_record_under_autocast_too() -> None:
     assert mode.name == "bookkeeping"
 
 
-def test_what_cannot_be_chosen_is_refused() -> None:
+def test_modes_that_cannot_be_chosen_are_refused() -> None:
     module = Plain()
     clipper = FlatClipper(1.0)
     with pytest.raises(ConfigurationError, match="grad_mode='fast'"):

@@ -18,7 +18,7 @@ from trainstack.errors import PrivacyError
 
 
 class Carries(Net):
-    """Writes into one of several places in each forward pass; `found` has what a pass has found there."""
+    """Writes into one of several places in each forward pass; `found` has the values that a pass found there."""
 
     shared: ClassVar[list[float]] = []
 
@@ -105,7 +105,9 @@ def test_each_forward_pass_of_a_step_begins_with_the_same_attributes(
         assert all(value == values[0] for value in values), (step, values)
 
 
-def test_what_a_hook_sets_between_two_parts_of_a_step_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_a_hook_sets_between_two_parts_of_a_step_stay(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)
 
     class Numbers(ts.Callback):
@@ -130,7 +132,7 @@ def test_what_a_hook_sets_between_two_parts_of_a_step_stays(tmp_path: Any, monke
     assert [part for part in found if part > 0] == list(range(1, numbers.parts + 1))
 
 
-def test_what_a_hook_collects_in_containers_stays(tmp_path: Any) -> None:
+def test_values_that_a_hook_collects_in_containers_stay(tmp_path: Any) -> None:
     class Collects(Net):
         def __init__(self) -> None:
             super().__init__(0.5)
@@ -185,7 +187,7 @@ def test_a_write_into_a_container_is_seen_in_its_step(tmp_path: Any, monkeypatch
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_number_that_follows_what_a_forward_pass_keeps_is_refused(keeps: bool, tmp_path: Any) -> None:
+def test_a_number_that_depends_on_a_value_kept_by_a_forward_pass_is_refused(keeps: bool, tmp_path: Any) -> None:
     class Follows(Net):
         last: Any = None
         alpha = 1.0
@@ -249,7 +251,7 @@ def test_a_snapshot_puts_back_values_and_contents() -> None:
     assert snapshot.changed() == {("", "large")}  # which is too large for a copy
 
 
-def test_a_weight_that_a_layer_of_torch_computes_in_each_pass_is_no_kept_value(tmp_path: Any) -> None:
+def test_a_weight_that_a_layer_of_torch_computes_in_each_pass_does_not_count_as_kept(tmp_path: Any) -> None:
     class Normed(Net):
         alpha = 1.0
 

@@ -1,4 +1,4 @@
-"""A statement says what holds, in words and as JSON, and never an epsilon that does not hold."""
+"""A statement is true, in words and as JSON, and never has an epsilon that does not hold."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_that_its_budget_stopped_says_so() -> None:
     assert not make_statement(max_epsilon=3.0).stopped_by_budget
 
 
-def test_what_the_user_chose_is_said() -> None:
+def test_the_choices_of_the_user_are_stated() -> None:
     statement = make_statement(secure=True, clipping="automatic")
     assert "operating system's entropy" in statement.text
     assert "training loss" not in statement.text
@@ -152,7 +152,7 @@ def test_a_statement_comes_back_from_json_as_it_was(given: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "color": "red"}', '{"format": 1}'])
-def test_what_is_no_statement_is_refused(text: str) -> None:
+def test_text_other_than_a_statement_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="This is not a privacy statement"):
         PrivacyStatement.from_json(text)
 

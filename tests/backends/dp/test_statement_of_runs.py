@@ -259,7 +259,7 @@ def test_runs_on_a_dataset_share_its_ledger_and_its_budget(tmp_path: Path) -> No
         trained(tmp_path / "other", Classifier(numbers(50)), promise(**NOISY, ledger=tmp_path / "data.ledger"))
 
 
-def test_what_is_left_of_a_run_whose_files_were_deleted_counts(tmp_path: Path) -> None:
+def test_the_remaining_files_of_a_partly_deleted_run_count(tmp_path: Path) -> None:
     args = promise(**NOISY, ledger=tmp_path / "data.ledger")
     module = BreaksOff(5, numbers(149))
     with pytest.raises(ArithmeticError):
@@ -283,7 +283,9 @@ def test_a_copied_run_directory_states_that_the_other_copy_is_not_counted(
 # --- on the command line
 
 
-def test_the_command_line_tells_what_a_run_states_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_the_current_statement_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(tmp_path, Classifier(numbers(200)), train_batch_size=4)
     with pytest.raises(ArithmeticError):
         trained(tmp_path, BreaksOff(57, numbers(200)), train_batch_size=4, epochs=2, resume=True)
@@ -326,7 +328,7 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert "all runs released, if they are 10:" in capsys.readouterr().out
 
 
-# --- facts besides the steps: neither the file nor the command line forgets them
+# --- facts other than the steps: neither the file nor the command line forgets them
 
 
 class Killed(BaseException):
@@ -469,7 +471,7 @@ def test_a_ledger_takes_no_budget_without_a_meaning(tmp_path: Path, capsys: pyte
     assert book.budget is None
 
 
-def test_a_link_to_a_ledger_is_no_copy(tmp_path: Path) -> None:
+def test_a_link_to_a_ledger_does_not_count_as_a_copy(tmp_path: Path) -> None:
     path, link = tmp_path / "one" / "a.ledger", tmp_path / "two" / "a.ledger"
     SpendLedger(path).charge("run", 1.0, 0.1)
     link.parent.mkdir()
@@ -515,7 +517,7 @@ def test_a_validation_logs_nothing_that_train_step_has_kept(tmp_path: Path) -> N
     assert "mine" not in trainer.history.get_metric_names()
 
 
-def test_training_data_are_no_public_validation_data(tmp_path: Path) -> None:
+def test_training_data_are_refused_as_public_validation_data(tmp_path: Path) -> None:
     module = Classifier()
     trainer = ts.Trainer(module, private(tmp_path, promise(**NOISY, public_validation=True)))
     trainer.train()

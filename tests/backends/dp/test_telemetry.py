@@ -102,7 +102,7 @@ def test_the_count_of_adaptive_clipping_keeps_its_noise_and_shares_the_step_with
     assert shared.stretch**2 == pytest.approx(alone.stretch**2 + 0.1**2)
     assert shared.deviations == pytest.approx([4.0 * shared.stretch / alone.stretch, 1.5 * shared.stretch / 0.1])
     audited = AuditedRun(args=both)
-    assert audited.gradient_noise(1.5) == pytest.approx(1.5 * shared.stretch)  # what the audit compares noise with
+    assert audited.gradient_noise(1.5) == pytest.approx(1.5 * shared.stretch)  # the audit compares noise with it
 
 
 class Fixed(ts.ModuleInterface):
@@ -260,7 +260,7 @@ def test_a_resumed_run_continues_the_running_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_two_processes_release_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_release_the_same_as_one(tmp_path: Path) -> None:
     one = telemetry_of(str(tmp_path / "one"), backend="sp-dp", noise_multiplier=1.0, debug_seed=3)
     first, second = run_world(2, telemetry_of, directory=str(tmp_path / "two"), noise_multiplier=1.0, debug_seed=3)
     assert first == second
@@ -274,7 +274,7 @@ class Coupled(Classifier):
         return {"loss": loss, "scores": self.net(batch[0])}
 
 
-def test_what_train_step_must_return_is_said_before_the_first_step(tmp_path: Path) -> None:
+def test_the_return_value_that_train_step_needs_is_stated_before_the_first_step(tmp_path: Path) -> None:
     for asked, message in (
         ("accuracy", r"returns a dict with the keys \['loss', 'scores'\]"),
         ("scores", r"shape \(3,\) for each record"),

@@ -1,4 +1,4 @@
-"""What a rank sends and asks, and how that grows with the number of ranks. Nothing here looks at a clock."""
+"""Messages and requests of a rank, and their growth with the number of ranks. No test here reads a clock."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_rendezvous_asks_the_store_a_bounded_number_of_times(size: int) -> N
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 32])
-def test_what_all_ranks_say_is_read_with_one_request(size: int) -> None:
+def test_the_values_of_all_ranks_are_read_with_one_request(size: int) -> None:
     """P-K4: before, each rank read each other one's word: the square of the number of ranks."""
     store = CountingStore()
     this = threading.local()

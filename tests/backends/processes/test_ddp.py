@@ -79,7 +79,7 @@ def test_few_samples_on_many_processes(size: int, count: int) -> None:
 
 
 def test_a_sampler_that_shares_the_data_out_is_refused_since_the_library_does_that_too() -> None:
-    """A sampler of torch's, a batch sampler over one, and a batch sampler of somebody's; for each use of a loader."""
+    """A sampler of torch's, a batch sampler over one, and a batch sampler of a user; for each use of a loader."""
     for rank in run_world(2, evaluation.own_sampler):
         assert len(rank) == 9
         for said in rank:
@@ -87,7 +87,7 @@ def test_a_sampler_that_shares_the_data_out_is_refused_since_the_library_does_th
             assert "sampler=sampler(dataset)" in said
 
 
-def test_a_loader_that_pads_by_itself_is_told_once_how_many_samples_it_gave() -> None:
+def test_a_loader_that_pads_is_reported_once_with_its_number_of_samples() -> None:
     (said,), others = run_world(2, evaluation.own_order, count=5)
 
     assert others == []
@@ -171,7 +171,7 @@ def test_gradients_travel_once_a_step_and_nothing_else_does(accumulation: int) -
 
 @pytest.mark.spec("FN-46", "HZ-28")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
-def test_a_run_goes_on_over_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
+def test_a_run_continues_over_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     cut = run_world(before, training.equality, directory=str(tmp_path), every_n_steps=1, module={"stop_at": 6})
     resumed = run_world(after, training.equality, directory=str(tmp_path), every_n_steps=1, resume=True)
 
@@ -185,7 +185,7 @@ def test_a_run_goes_on_over_another_number_of_processes(before: int, after: int,
 
 
 @pytest.mark.parametrize("backend", ["ddp", "ddp-amp"])
-def test_a_run_over_the_same_processes_goes_on_with_the_same_bits(backend: str, tmp_path: Path) -> None:
+def test_a_run_over_the_same_processes_continues_with_the_same_bits(backend: str, tmp_path: Path) -> None:
     unbroken = run_world(2, checkpoints.noisy, directory=str(tmp_path / "unbroken"), backend=backend)
     run_world(2, checkpoints.noisy, directory=str(tmp_path / "cut"), backend=backend, stop_at=8)
     resumed = run_world(2, checkpoints.noisy, directory=str(tmp_path / "cut"), backend=backend, resume=True, seed=50)
@@ -194,7 +194,7 @@ def test_a_run_over_the_same_processes_goes_on_with_the_same_bits(backend: str, 
 
 
 @pytest.mark.spec("PMB-21", "F111", "F112")
-def test_trainers_one_after_the_other_meet_anew(tmp_path: Path) -> None:
+def test_trainers_one_after_the_other_each_join_a_new_group(tmp_path: Path) -> None:
     for runs in run_world(2, training.in_sequence, directory=str(tmp_path)):
         assert runs == runs[:1] * 5
 
@@ -245,7 +245,7 @@ def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: 
     assert "the disk is gone" in other["error"]
 
 
-def test_a_loader_with_a_state_goes_on_over_processes(tmp_path: Path) -> None:
+def test_a_loader_with_a_state_continues_over_processes(tmp_path: Path) -> None:
     """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
     start = ts.export_model(Classifier(seed=9), tmp_path / "start")
     made = {"init_weights_from": str(start)}

@@ -97,7 +97,7 @@ class TestDevices:
                 pick_device(wanted)
 
     @pytest.mark.parametrize("wrong", [[], True, [None], 1.5])
-    def test_what_is_no_device_is_refused(self, wrong: Any) -> None:
+    def test_an_unknown_device_is_refused(self, wrong: Any) -> None:
         with pytest.raises(ts.ConfigurationError, match="device="):
             ts.TrainerArguments(device=wrong)
 
@@ -110,7 +110,7 @@ class TestDevices:
 class TestChoosingTheBackend:
     @pytest.mark.spec("FN-02")
     @pytest.mark.parametrize(("environ", "process"), [({}, "sp"), ({"RANK": "0", "WORLD_SIZE": "2"}, "ddp")])
-    def test_auto_is_what_the_process_was_launched_for(
+    def test_auto_follows_the_launcher_of_the_process(
         self, environ: dict[str, str], process: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         place = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"} if environ else {}

@@ -47,7 +47,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "prterun-host-4711@1",
 }
-# What a shell of an interactive job sees, as a real one printed it (Slurm's interactive step).
+# The variables of a shell in an interactive job, as a real one printed them (Slurm's interactive step).
 INTERACTIVE = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "4294967290",
@@ -100,7 +100,7 @@ def test_torchrun() -> None:
     )
 
 
-def test_nothing_is_no_world() -> None:
+def test_without_variables_there_is_one_process() -> None:
     assert detect_process_info({}) is None
     assert detect_process_info({"MASTER_ADDR": "node01", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "1"}) is None
     assert detect_process_info({"WORLD_SIZE": "1"}) is None
@@ -217,11 +217,11 @@ def test_two_steps_of_a_job_meet_at_two_ports() -> None:
 
 
 @pytest.mark.parametrize("environ", [BATCH, INTERACTIVE, {**BATCH, "SLURM_STEP_ID": "4294967291"}])
-def test_a_slurm_shell_is_no_world(environ: dict[str, str]) -> None:
+def test_a_slurm_shell_is_one_process(environ: dict[str, str]) -> None:
     assert detect_process_info(environ) is None
 
 
-def test_srun_with_a_terminal_is_no_world() -> None:
+def test_srun_with_a_terminal_is_one_process() -> None:
     assert place(SLURM, SLURM_PTY_PORT="3333") is None
 
 
@@ -260,7 +260,7 @@ def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a[1-", "a[x]", "a,,b", "a]"])
 def test_broken_lists_of_hosts(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - each has a text of its own
+    with pytest.raises(ValueError):  # noqa: PT011 - the texts differ
         expand_hosts(text)
 
 
@@ -390,7 +390,7 @@ def test_how_to_launch_names_every_way() -> None:
         ({**SLURM, **OPENMPI}, 2),
     ],
 )
-def test_one_process_among_many_is_refused_whoever_started_them(environ: dict[str, str], size: int) -> None:
+def test_one_process_among_many_is_refused_under_each_launcher(environ: dict[str, str], size: int) -> None:
     with pytest.raises(
         ts.ConfigurationError, match=rf"'sp' in a world of {size} processes: .*each is to train its own"
     ):
@@ -413,7 +413,7 @@ def test_one_process_runs_where_one_was_started(environ: dict[str, str]) -> None
     assert ts.SingleProcess(environ=environ).open("cpu").size == 1
 
 
-def test_a_process_that_is_to_train_a_model_of_its_own_is_told_that_it_is_alone(
+def test_a_process_that_trains_its_own_model_is_told_that_it_is_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in SLURM.items():
@@ -423,6 +423,6 @@ def test_a_process_that_is_to_train_a_model_of_its_own_is_told_that_it_is_alone(
     assert ts.build_trainer_backend("sp-bf16", sp={"environ": {}}).open("cpu").is_main
 
 
-def test_a_world_that_is_no_number_is_named() -> None:
+def test_a_world_size_other_than_a_number_is_named() -> None:
     with pytest.raises(ts.ConfigurationError, match="WORLD_SIZE='x' is no whole number"):
         ts.SingleProcess(environ={"WORLD_SIZE": "x"}).open("cpu")

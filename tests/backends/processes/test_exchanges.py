@@ -72,7 +72,7 @@ def test_a_gather_on_one_rank_alone_is_a_sentence_on_both() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["validate", "save_checkpoint"])
 def test_a_rank_that_calls_a_method_alone_never_meets_gradients(call: str, tmp_path: Path) -> None:
-    """Not even with batch norm, whose buffers are broadcast: nobody is aborted, and both are told both places."""
+    """Not even with batch norm, whose buffers are broadcast: no rank is aborted, and both are told both places."""
     for said in run_world(2, wire.alone_in, fresh=True, call=call, directory=str(tmp_path)):
         assert said.startswith("PeerError: ")
         assert ("> on_end_train_step > validate > " if call == "validate" else "> save > ") in said
@@ -125,10 +125,10 @@ def test_pickles_are_allowed_in_the_arguments_too() -> None:
 def test_an_exchange_is_one_message_on_two_ranks_and_a_step_has_none_by_default(
     case: str, each_step: int, once: int
 ) -> None:
-    """40 steps on 2 ranks. A gather has one collective besides.
+    """40 steps on 2 ranks. A gather has one collective more.
 
     Once a run: joining the group, five comparisons before the first step and one after the last, the generators of
-    rank 0, what rank 0 has read and written, and requests to stop.
+    rank 0, the files that rank 0 has read and written, and requests to stop.
     """
     for counts in run_world(2, wire.collectives, case=case):
         assert counts.pop("objects") == 0

@@ -1,4 +1,4 @@
-"""When one process fails or does not come, no other waits for it in vain, and each says what happened."""
+"""When one process fails or does not start, no other waits for it without an end, and each reports the cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainstack.backends.processes.rendezvous import rendezvous_store
 
 pytestmark = pytest.mark.distributed
 
-SECONDS = patience(10)  # a rank that nobody tells waits for half an hour
+SECONDS = patience(10)  # a rank without a message waits for half an hour
 
 
 @pytest.mark.spec("FN-35", "F209")
@@ -28,7 +28,7 @@ SECONDS = patience(10)  # a rank that nobody tells waits for half an hour
 def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int, tmp_path: Path) -> None:
     results = run_world(2, failures.failure, fresh=True, directory=str(tmp_path), how=how, culprit=culprit)
 
-    reason = "divides by zero" if how == "raise" else "looks in vain"
+    reason = "divides by zero" if how == "raise" else "finds nothing"
     survivor = results[1 - culprit]
     assert reason in results[culprit]["error"]
     assert survivor["error"].startswith(f"PeerError: rank {culprit} failed")
@@ -36,14 +36,14 @@ def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int,
     assert survivor["seconds"] < SECONDS
 
 
-def test_an_error_that_all_ranks_raised_and_caught_is_not_heard_in_what_they_do_next() -> None:
+def test_an_error_that_all_ranks_raised_and_caught_does_not_affect_later_exchanges() -> None:
     for rank in run_world(2, failures.caught, fresh=True):
         assert "has no test data" in rank["said"]
         assert rank["steps"] == 4
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_has_gone_on_hears_what_failed_behind_it(culprit: int) -> None:
+def test_a_rank_that_is_ahead_is_told_of_a_failure_behind_it(culprit: int) -> None:
     results = run_world(2, failures.failure_behind, fresh=True, culprit=culprit)
 
     assert results[culprit]["error"] == "ZeroDivisionError: divides by zero"
@@ -117,8 +117,8 @@ def test_a_port_in_use_is_named() -> None:
 
 @pytest.mark.spec("PMB-17", "FN-01")
 @pytest.mark.parametrize("how", ["train_step", "validate", "get_optimizers"])
-def test_in_an_adopted_group_nobody_waits_for_a_rank_that_fails_and_stays(how: str, tmp_path: Path) -> None:
-    """The group itself stays whole: another trainer goes on in it."""
+def test_in_an_adopted_group_no_rank_waits_for_one_that_fails_and_stays(how: str, tmp_path: Path) -> None:
+    """The group stays whole: another trainer can use it."""
     survivor, failed = run_world(2, failures.adopted_failure, fresh=True, how=how)
 
     assert failed["said"] == "ZeroDivisionError: rank one divides by zero"

@@ -40,7 +40,7 @@ def test_sharded_ranks_with_fewer_micro_batches_change_nothing(name: str) -> Non
             assert_equal(rank[position], expected)
 
 
-def test_a_run_goes_on_under_another_backend_and_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_continues_under_another_backend_and_number_of_ranks(tmp_path: Path) -> None:
     """fsdp x 3 -> fsdp x 2 -> sp -> ddp x 2 -> fsdp x 3, with moments of AdamW and an average of the weights."""
     whole = sharded.resumed(str(tmp_path / "whole"), "sp", 24)
 

@@ -1,4 +1,4 @@
-"""What the library offers besides training gives the same numbers under `fsdp`, or is refused when training begins."""
+"""Features apart from training give the same numbers under `fsdp`, or are refused when training begins."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_units_that_cannot_be_are_refused(units: list[str], words: list[str]) ->
         assert word in str(refused.value)
 
 
-# --- what needs an accelerator, with fakes
+# --- features that need an accelerator, with fakes
 
 
 class FakeWorld:

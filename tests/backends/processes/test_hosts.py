@@ -76,7 +76,7 @@ def cut(make: Callable[..., Hosts], folder: Path, lost: int, count: int = 2) -> 
 def test_when_a_cable_is_pulled_each_rank_ends_and_names_the_network(
     lost: int, make: Callable[..., Hosts], tmp_path: Path
 ) -> None:
-    """H-1: the rank without the store waited for 16 minutes. H-6: nobody was told to look at the network."""
+    """H-1: the rank without the store waited for 16 minutes. H-6: no message named the network."""
     main, other = cut(make, tmp_path, lost)
     assert "  rank 1, the only one of host1, is silent since" in main["error"]
     assert "the network between it and host0 is interrupted: host1" in main["error"]

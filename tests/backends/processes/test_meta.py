@@ -50,7 +50,7 @@ class Visits(nn.Module):
 
 
 class Replaces(nn.Module):
-    """Assigns a buffer anew, and draws random numbers of other lengths than those that it keeps."""
+    """Replaces a buffer, and draws random numbers of other lengths than those that it keeps."""
 
     table: Tensor
 
@@ -110,7 +110,7 @@ def test_tied_tensors_stay_tied() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "plain", "shape"])
-def test_what_cannot_be_initialized_is_refused_by_name(kind: str) -> None:
+def test_a_part_that_cannot_be_initialized_is_refused_by_name(kind: str) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -161,7 +161,7 @@ def test_weights_are_loaded_into_shards(strict: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_run_goes_on_in_a_module_on_the_meta_device(tmp_path: Path) -> None:
+def test_a_run_continues_in_a_module_on_the_meta_device(tmp_path: Path) -> None:
     whole = meta.resumed(str(tmp_path / "whole"), "cpu", "sp", 12)
 
     for backend, size, steps in (("fsdp", 3, 4), ("sp", 1, 7), ("fsdp", 2, 12)):

@@ -1,4 +1,4 @@
-"""What is said of ranks that do not answer: their host, since when, and the likely reason first."""
+"""The report of ranks that do not answer: their host, since when, and the likely reason first."""
 
 from __future__ import annotations
 

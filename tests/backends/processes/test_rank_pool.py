@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 def leave(what: str = "nothing") -> dict[str, Any]:
-    """Use a group, then leave something behind; which process it was, and what its generator draws first."""
+    """Use a group, then leave something behind; the process, and the first number of its generator."""
     drawn = torch.rand(1).item()
     if what != "a killed rank":  # whose peer would wait for it at the end
         dist.init_process_group("gloo", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=RANK, world_size=2)
@@ -97,9 +97,7 @@ def test_a_case_that_hangs_ends_with_the_place_where_it_was(monkeypatch: pytest.
         assert "in hang" in rank["stderr"]
 
 
-def test_a_test_that_is_interrupted_leaves_its_answer_to_nobody(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_answer_of_an_interrupted_test_is_dropped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     class Interrupted:
         def readline(self) -> str:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Who may join: a rank of this run, with its secret. Nobody else, and nobody waits for one that has failed."""
+"""Only a rank of this run may join, with its secret, and no rank waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TestTokens:
         with pytest.raises(TimeoutError, match="rank 0 did not come"):
             meeting.come(mine, 1, token="secret", seconds=0.05).result(patience(10))
 
-    def test_an_answer_to_one_name_is_no_answer_to_another(self) -> None:
+    def test_an_answer_to_one_name_does_not_answer_another(self) -> None:
         agreement = Agreement(TimedStore(HashStore(), 5), member("A", "a0"), 0, 2, "secret")
         signed = agreement._sign("one name", "text")
         assert agreement._signed("one name", signed) == "text"

@@ -1,4 +1,4 @@
-"""Several processes stop together, whoever is asked, and the resumed run has the bits of the unbroken one."""
+"""Several processes stop together when any of them is asked, and the resumed run has the bits of the unbroken one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def torchrun(folder: Path, *extra: str, **options: Any) -> subprocess.Popen[str]
 def run(
     folder: Path, *extra: str, then: Callable[[subprocess.Popen[str]], None] | None = None, **options: Any
 ) -> tuple[list[dict[str, Any]], str]:
-    """What each process of torchrun left, by rank, and the launcher's stderr."""
+    """The result of each process of torchrun, by rank, and the launcher's stderr."""
     folder.mkdir(exist_ok=True)
     for left in folder.glob("[0-9].json"):
         left.unlink()
@@ -55,7 +55,7 @@ def run(
 
 
 def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """The same in forked ranks, which import nothing anew. A rank that gets a signal is not used again."""
+    """The same in forked ranks, which import nothing again. A rank that gets a signal is not used again."""
     return run_world(2, stopping.left_behind, fresh="ranks" in options, directory=str(folder), **options)
 
 
@@ -78,7 +78,7 @@ def stopped_together(folder: Path, ranks: list[dict[str, Any]]) -> int:
     return int(steps.pop())
 
 
-def goes_on_exactly(folder: Path) -> None:
+def continues_exactly(folder: Path) -> None:
     ranks = run_ranks(folder)
     assert str([rank["hash"] for rank in ranks]) == unbroken()
 
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], range]] = {
 
 
 @pytest.mark.parametrize("who", CASES)
-def test_all_processes_stop_at_the_same_step_whoever_gets_the_signal(who: str, tmp_path: Path) -> None:
+def test_all_processes_stop_at_the_same_step_when_any_gets_the_signal(who: str, tmp_path: Path) -> None:
     options, expected = CASES[who]
     ranks = run_ranks(tmp_path, **options)
 
@@ -103,7 +103,7 @@ def test_all_processes_stop_at_the_same_step_whoever_gets_the_signal(who: str, t
     if options["at"] == "val2":
         assert ranks[1]["batches"] == 2
         assert ranks[0]["batches"] < 31, "the other process hears of it before it is through"
-    goes_on_exactly(tmp_path)
+    continues_exactly(tmp_path)
 
 
 def when_started(folder: Path, number: int) -> Callable[[subprocess.Popen[str]], None]:
@@ -121,7 +121,7 @@ def test_torchrun_passes_sigterm_on_and_the_run_is_saved(tmp_path: Path) -> None
 
     assert stopped_together(tmp_path, ranks) < STEPS
     assert "SIGKILL" not in error
-    goes_on_exactly(tmp_path)
+    continues_exactly(tmp_path)
 
 
 def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_pat
     assert all(rank["ended"].startswith("KeyboardInterrupt: stopped by Ctrl-C after global step") for rank in ranks)
     ours = error.partition("torch.distributed.elastic.multiprocessing.api.SignalException")[0]
     assert ours.count("Traceback") <= 3, error
-    goes_on_exactly(tmp_path)
+    continues_exactly(tmp_path)
 
 
-def test_with_max_restarts_a_group_of_which_one_is_stopped_is_started_again_and_goes_on(tmp_path: Path) -> None:
+def test_with_max_restarts_a_group_of_which_one_is_stopped_is_restarted_and_continues(tmp_path: Path) -> None:
     options = {"at": 5, "ranks": [1], "pace": 0.05}
     ranks, _ = run(tmp_path, "--max-restarts=1", "--monitor-interval=0.2", **options)
 
@@ -166,4 +166,4 @@ def test_ctrl_c_in_a_script_that_calls_launch_saves_first(tmp_path: Path) -> Non
     assert len({rank["step"] for rank in ranks}) == 1
     assert all(rank["ended"].startswith("KeyboardInterrupt: stopped by Ctrl-C after global step") for rank in ranks)
     assert len(error.splitlines()) < 20, error
-    goes_on_exactly(tmp_path)
+    continues_exactly(tmp_path)

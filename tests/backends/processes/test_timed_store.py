@@ -1,4 +1,4 @@
-"""No wait for the store is without an end, and signal handlers run meanwhile."""
+"""Each wait for the store has an end, and signal handlers run during the wait."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_exceptions_of_the_thread_and_of_a_look_are_raised_here() -> None:
         run_with_clock(lambda: 1 // 0, 5)
 
     def look() -> None:
-        raise LookupError("somebody has failed")
+        raise LookupError("a rank has failed")
 
-    with pytest.raises(LookupError, match="somebody"):
+    with pytest.raises(LookupError, match="a rank"):
         run_with_clock(lambda: time.sleep(3), 30, look)
 
 

@@ -23,7 +23,7 @@ def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
         assert rank["outputs"]["text"] == alone()["outputs"]["text"]
 
 
-def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_restarted_group_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
     ranks = run_agents(
         1, 2, checkpoints.killed_once, "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path)
     )
@@ -35,8 +35,8 @@ def test_a_group_that_is_started_again_goes_on_from_its_newest_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_when_a_node_dies_the_rest_goes_on_with_the_same_global_batches(backend: str, tmp_path: Path) -> None:
-    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other goes on alone and ends where it should."""
+def test_when_a_node_dies_the_rest_continues_with_the_same_global_batches(backend: str, tmp_path: Path) -> None:
+    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other continues alone and ends where it should."""
     options = {"directory": str(tmp_path), "node_dies": True, "backend": backend}
     ranks = run_agents(
         2, 1, checkpoints.killed_once, "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options

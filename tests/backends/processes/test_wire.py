@@ -1,4 +1,4 @@
-"""The encoding of what ranks tell each other: exact, closed, and safe to decode."""
+"""The encoding of messages between ranks: exact, closed, and safe to decode."""
 
 from __future__ import annotations
 

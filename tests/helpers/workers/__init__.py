@@ -1,4 +1,4 @@
-"""Worker functions of distributed tests, by topic: what each process of a case does, and what it returns."""
+"""Worker functions of distributed tests, by topic: each process of a case calls one, and returns its result."""
 
 import os
 

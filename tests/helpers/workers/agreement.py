@@ -24,7 +24,7 @@ from trainstack import callbacks
 from trainstack.trainer.run.agreement import share_initial_values
 
 Setup = dict[str, Any]
-"""What a case changes: "args", "module", "callbacks", "make" (of optimizers), "edit" (of the module)."""
+"""The changes of a case: "args", "module", "callbacks", "make" (of optimizers), "edit" (of the module)."""
 
 
 class Same(Classifier):
@@ -114,7 +114,7 @@ class Arrays(Dataset[Any]):
 
 
 class OwnNoise(Dataset[Any]):
-    """Augmentation from a generator of its own, which the operating system seeds."""
+    """Augmentation from its own generator, which the operating system seeds."""
 
     def __init__(self) -> None:
         self.base, self.rng, self.fetched = numbers(41), np.random.default_rng(), 0
@@ -129,7 +129,7 @@ class OwnNoise(Dataset[Any]):
 
 
 class Coin(OwnNoise):
-    """A flip or not, from a generator of its own, which comes out as `tosses` says."""
+    """A flip or not, from its own generator, with the results in `tosses`."""
 
     def __init__(self, tosses: str) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def with_hook(present: bool) -> Setup:
 
 
 def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
-    """What a rank trains with, by case; `other` is the rank that differs."""
+    """The settings of a rank, by case; `other` is the rank that differs."""
     data = numbers(41)
     swapped = TensorDataset(*(tensor.flip(0) for tensor in data.tensors)) if other else data
     return {
@@ -261,7 +261,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         "weight in a hook": {"late": "on_train_begin" if other else ""},
         "weight as an epoch begins": {"late": "on_train_epoch_begin" if other else ""},
         "lr in a hook": {"late_lr": other},
-        # what may differ
+        # values that may differ
         "nothing": {},
         "folder": {"args": {"output_dir": f"/nowhere/{RANK}"} if other else {}},
         "displays": {"args": {"progress": "plain", "writers": ["stdout"], "log_level": "ERROR"} if other else {}},
@@ -287,7 +287,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
 
 
 def differs(directory: str, case: str, other: int = 1, save: bool = False) -> dict[str, Any]:
-    """Train with what differs on rank `other`; the error, if one came, and the state of the run."""
+    """Train with other settings on rank `other`; the error, if there was one, and the state of the run."""
     setup: Any = cases(other == RANK)[case]
     kind = setup.get("class", Same)
     random.seed(0)

@@ -53,7 +53,7 @@ def loader() -> DataLoader[Any]:
 def averaged(
     directory: str, epochs: int, stop_at: int = 0, more: int = 0, backend: str = "sp", **changes: Any
 ) -> dict[str, Any]:
-    """Train, or go on; what the network holds at the end."""
+    """Train, or continue; the weights of the network at the end."""
     module = Normalized()
     module.stop_at = stop_at
     ema = cb.EMA(

@@ -12,7 +12,7 @@ from tests.helpers.modules import Classifier, arguments, numbers
 
 
 class Watched(Classifier):
-    """Draws numbers, writes to buffers and logs in each `train_step`, and records what its hooks are given."""
+    """Draws numbers, writes to buffers and logs in each `train_step`, and records the arguments of its hooks."""
 
     def __init__(self, samples: int, source: str) -> None:
         super().__init__(numbers(samples, dtype=torch.float64), dtype=torch.float64)

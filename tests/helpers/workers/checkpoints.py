@@ -84,7 +84,7 @@ def killed_once(directory: str, node_dies: bool = False, backend: str = "ddp") -
 
 
 def saves_on_nodes(directory: str) -> dict[str, Any]:
-    """Two processes that take themselves for the first of a machine each, and save into folders of their own."""
+    """Two processes that are each the first of a machine, and save into separate folders."""
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(RANK)}
     trainer = ts.Trainer(Uneven(), arguments(directory, backend="auto", device=["cpu"], train_batch_size=12))
     trainer.train(max_steps=2)
@@ -97,7 +97,7 @@ def saves_on_nodes(directory: str) -> dict[str, Any]:
 
 
 def begun(directory: str, place: str, stops: list[int]) -> dict[str, Any]:
-    """What begins epochs advances state; all ranks have the same state, and other parts of each batch."""
+    """Begin hooks of epochs advance state; all ranks have the same state, and other parts of each batch."""
     from tests.helpers.beginnings import begun as train_over
 
     module = train_over(directory, place, "advance", set(stops), backend="ddp")

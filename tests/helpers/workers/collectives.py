@@ -1,4 +1,4 @@
-"""What processes exchange: gathered outputs, printed lines, and the number of collectives."""
+"""Exchanges of processes: gathered outputs, printed lines, and the number of collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
 def gathered() -> Any:
-    """What `gather` makes of uneven and nested things."""
+    """The results of `gather` for uneven and nested values."""
     stack = ts.build_trainer_backend("ddp", ddp={"gather_frequency": 2})
     world = stack.open("cpu")
     mine = torch.arange(world.rank * 3, dtype=torch.float64).reshape(-1, 3)
@@ -116,7 +116,7 @@ def _buffers(rank: int) -> list[torch.Tensor]:
 
 
 def coalesced() -> dict[str, Any]:
-    """50 buffers in one broadcast of dense bytes, with what does not fit into a bucket and what is sparse besides."""
+    """50 buffers in one broadcast of dense bytes, and those too large for a bucket or sparse."""
     stack = ts.build_trainer_backend("ddp")
     world = stack.open("cpu")
     mine, first = _buffers(world.rank), _buffers(0)

@@ -11,7 +11,7 @@ from trainstack.ranks import global_rank
 
 
 class _Unlike(Classifier):
-    """Its ranks have clocks and paces of their own."""
+    """Its ranks have different clocks and speeds."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         time.sleep(0.02 if global_rank() else 0.01)

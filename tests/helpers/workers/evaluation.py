@@ -103,7 +103,7 @@ def statistics(directory: str, shared: bool) -> dict[str, Any]:
 
 
 def own_sampler() -> list[str]:
-    """What is said of loaders that share the data out by themselves, in training and in evaluation."""
+    """The messages on loaders that divide the data themselves, in training and in evaluation."""
     data = numbers(8)
 
     class Groups(BatchSampler):
@@ -137,7 +137,7 @@ def own_sampler() -> list[str]:
 
 
 def own_order(count: int) -> list[str]:
-    """What is said of a validation loader that gives a sample twice."""
+    """The messages on a validation loader that gives a sample twice."""
 
     class Padded(Classifier):
         def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
@@ -163,7 +163,7 @@ def capture(logger: str) -> Iterator[list[str]]:
 
 
 def logged_means(backend: str) -> dict[str, list[float]]:
-    """What `val_step` logs of 101 samples in batches of 7, and of two in a loader that gives one process nothing."""
+    """The values that `val_step` logs of 101 samples in batches of 7, and of two where one process gets none."""
 
     class Logs(Classifier):
         def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:

@@ -34,11 +34,11 @@ def failure(directory: str, how: str, culprit: int = 1) -> Any:
 
         def on_end_train_step(self, global_step: int) -> None:
             if culprit == RANK and global_step == 3 and how == "hook":
-                raise LookupError("rank one looks in vain")
+                raise LookupError("rank one finds nothing")
 
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
             if culprit == RANK and how == "validation":
-                raise LookupError("rank one looks in vain")
+                raise LookupError("rank one finds nothing")
 
     trainer = ts.Trainer(Fails(numbers(64), validate=True), arguments(directory, backend="ddp"))
     start = time.monotonic()
@@ -68,7 +68,7 @@ def caught() -> Any:
 
 
 def failure_behind(culprit: int) -> Any:
-    """One rank fails at the end of what all do together; the other is through with it, and waits in what comes next."""
+    """One rank fails at the end of a common exchange; the other has left it, and waits in the next one."""
     watchdog.PAUSE_S = watchdog.GRACE_S = 0.1
     comm = ts.build_trainer_backend("ddp").open("cpu").comm
     try:
@@ -118,7 +118,7 @@ def background_failure(directory: str) -> Any:
 
 
 def adopted_failure(how: str) -> Any:
-    """In a group that exists already, rank 1 fails and stays alive, as a notebook does; then all train anew in it."""
+    """In a group that exists already, rank 1 fails and stays alive, as a notebook does; then all train again in it."""
     dist.init_process_group("gloo")
 
     class Fails(Classifier):

@@ -1,4 +1,4 @@
-"""What ranks do on CUDA devices, one each."""
+"""Functions of ranks on CUDA devices, one each."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def failure(device: str = "cuda") -> dict[str, Any]:
 
 
 def own_device(index: int) -> dict[str, Any]:
-    """`sp` on one of two devices: what a step that names no index uses, and what is taken of device 0."""
+    """`sp` on one of two devices: the device of a step that names no index, and the memory taken of device 0."""
     seen: list[int] = []
 
     class Looks(Classifier):

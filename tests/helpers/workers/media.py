@@ -1,4 +1,4 @@
-"""What writers of the main process get from a training over several processes."""
+"""Calls of the writers of the main process in a training over several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process really holds beside what was planned, for `run_world`."""
+"""The memory that a process really holds, and the planned memory, for `run_world`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DATA = TensorDataset(*(torch.randn(13, n, generator=torch.Generator().manual_see
 
 
 class Block(nn.Module):
-    """A layer with a parameter and a table of its own."""
+    """A layer with a parameter and a table."""
 
     table: Tensor
 
@@ -55,7 +55,7 @@ def built(on: str, seed: int = 4) -> nn.Module:
 def trained(
     on: str, backend: str, directory: str = "unused", epochs: int = 2, seed: int = 4, **options: Any
 ) -> dict[str, Any]:
-    """Train a module that was built on the device `on`; its weights before and after, and what the next draw is."""
+    """Train a module that was built on the device `on`; its weights before and after, and the next random number."""
     module = ts.SupervisedModule(built(on, seed), nn.MSELoss(), "adamw", DATA)
     args = arguments(directory, backend=backend, epochs=epochs, train_batch_size=6, gpu_batch_size_limit=2, **options)
     trainer = ts.Trainer(module, args)

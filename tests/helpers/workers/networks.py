@@ -1,4 +1,4 @@
-"""Ranks whose connection to the store is cut, that fail while groups are made, and what they listen on."""
+"""Ranks whose connection to the store is cut, that fail while groups are made, and their ports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listening(process: int | str = "self") -> list[str]:
 
 
 def sockets() -> Any:
-    """What a rank listens on while it trains."""
+    """The ports of a rank while it trains."""
     trainer = ts.Trainer(Classifier(numbers(8)), arguments("unused", backend="ddp"))
     trainer.train()
     found = listening()
@@ -44,7 +44,7 @@ def sockets() -> Any:
 
 
 def launched() -> Any:
-    """What a process of `launch`, and the agent that has started it, listen on."""
+    """The ports of a process of `launch`, and of the agent that has started it."""
     found = [*sockets()["listens"], *listening(os.getppid())]
     return {"listens": found, "token": len(os.environ["TRAINSTACK_TOKEN"])}
 

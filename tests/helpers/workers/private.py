@@ -17,7 +17,7 @@ from trainstack.backends.dp import ledger_store as ledger_file
 
 
 def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What each of some runs over processes leaves; an error's text for one that is refused."""
+    """The result of each of some runs over processes; an error's text for one that is refused."""
     found: dict[str, Any] = {}
     for name, options in runs.items():
         options = dict(options)
@@ -42,7 +42,7 @@ def private_ranks(directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 class CarriesOnOne(Classifier):
-    """The second process scales its loss by what it keeps of earlier records."""
+    """The second process scales its loss by a value that it keeps of earlier records."""
 
     kept = 1.0
 
@@ -54,7 +54,7 @@ class CarriesOnOne(Classifier):
 
 
 def carries_records(directory: str) -> dict[str, Any]:
-    """The refusal on each process, and what the ledger says of the run."""
+    """The refusal on each process, and the entry of the run in the ledger."""
     args = private(directory, promise(noise_multiplier=1.0, grad_mode="loop"), backend="ddp-dp")
     try:
         ts.Trainer(CarriesOnOne(), args).train()
@@ -70,7 +70,7 @@ def full_disk(*_: Any) -> None:
 
 
 def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
-    """Break off within a block of the ledger's, close when what is left of it cannot be handed back, start again."""
+    """Stop within a block of the ledger, close where the rest cannot be refunded, start again."""
     args = private(directory, promise(noise_multiplier=1.0), backend="ddp-dp", resume="auto")
     trainer = ts.Trainer(BreaksOff(2), args)
     with suppress(ArithmeticError):

@@ -56,7 +56,7 @@ class Remembers:
 
 
 class ByRank(Classifier):
-    """Adds noise of its own to the loss; also from generators that `get_state` does not return."""
+    """Adds noise to the loss; also from generators that `get_state` does not return."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__(dtype=torch.float64)
@@ -198,7 +198,7 @@ class Zero(Classifier):
         self.order = order
 
     def get_optimizers_schedulers(self, *_: Any) -> Any:
-        with warnings.catch_warnings():  # torch 2.13.0 warns of its own code
+        with warnings.catch_warnings():  # torch 2.13.0 warns about its code
             warnings.simplefilter("ignore")
             from torch.distributed.optim import ZeroRedundancyOptimizer
         parameters = list(self.parameters())

@@ -1,4 +1,4 @@
-"""What ranks send and ask as their number grows."""
+"""Messages and requests of ranks as their number grows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counting() -> Iterator[dict[str, int]]:
 
 
 def exchanges() -> dict[str, dict[str, int]]:
-    """What each kind of exchange costs this rank."""
+    """The cost of each kind of exchange for this rank."""
     stack = ts.build_trainer_backend("ddp")
     comm = stack.open("cpu").comm
     rows = {"a": torch.ones(100, 8), "b": torch.ones(100), "c": torch.ones(100, 3)}
@@ -88,7 +88,7 @@ def merged_metrics(samples: int, backend: str = "ddp") -> dict[str, Any]:
             return {"most": self.most, "least": self.least, "order": (order * torch.arange(len(order))).sum()}
 
     class Plain(Longest):
-        """Has an attribute that is no state: not merged."""
+        """Has an attribute outside of the state: not merged."""
 
         batches = 0
 
@@ -140,7 +140,7 @@ def merged_metrics(samples: int, backend: str = "ddp") -> dict[str, Any]:
 
 
 def kept_outputs(samples: int) -> dict[str, Any]:
-    """What each rank gets of a prediction, by what it asks for."""
+    """The part of a prediction that each rank gets, by its request."""
 
     class Predicts(Classifier):
         def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:

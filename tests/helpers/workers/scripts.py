@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def run_program(arguments: list[str], folder: str, cwd: str, environment: dict[str, str]) -> int:
-    """Do as `python ARGUMENTS` does; the exit code, below 0 for a signal. `folder` gets what is printed."""
+    """Do as `python ARGUMENTS` does; the exit code, below 0 for a signal. `folder` gets the output."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -24,7 +24,7 @@ class Broken:
 
 
 def pruned(directory: str) -> dict[str, Any]:
-    """What each trial of a study leaves on this process; the second is worse than the median of those before."""
+    """The result of each trial of a study on this process; the second is worse than the median before it."""
     import optuna
 
     results = list[list[Any]]()

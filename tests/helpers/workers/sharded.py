@@ -69,7 +69,7 @@ def resumed(
 
 
 class _Wrong(ts.SupervisedModule):
-    """A module with what `fsdp` refuses."""
+    """A module with a part that `fsdp` refuses."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(model(), nn.MSELoss(), "sgd", DATA)
@@ -149,7 +149,7 @@ def read_export(directory: Path) -> dict[str, Tensor]:
 
 
 def failing(directory: str, kind: str, async_save: bool) -> str:
-    """Train with checkpoints at each epoch's end; rank 1 cannot write its part of the second one. What was raised."""
+    """Train with checkpoints at each epoch's end; rank 1 cannot write its part of the second one. Returns errors."""
     from trainstack.checkpointing import filesystem
     from trainstack.checkpointing.sharded import commit
 

@@ -85,7 +85,7 @@ def averages(backend: str, directory: str) -> Any:
 
 
 def writes(backend: str, directory: str) -> Any:
-    """What the csv writer has written."""
+    """The rows of the csv writer."""
     trainer = ts.Trainer(module(), arguments(directory, **{**options(backend), "writers": ["csv"]}))
     trainer.train()
     trainer.close()

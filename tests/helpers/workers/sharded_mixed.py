@@ -20,7 +20,7 @@ OPTIMIZERS = {"AdamW": {}, "Adagrad": {}, "SGD": {"momentum": 0.9}}
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """What a run is made of."""
+    """The parts of a run."""
     draw = random.Random(seed)
     chances = {"lora": 0.4, "shared": 0.3, "tied": 0.4, "frozen": 0.3, "unused": 0.2, "meta": 0.4, "freezer": 0.4}
     chances |= {"ema": 0.5, "recomputes": 0.3}
@@ -38,7 +38,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained one of low rank beside it."""
+    """A frozen layer plus a trained one of low rank."""
 
     def __init__(self) -> None:
         super().__init__()

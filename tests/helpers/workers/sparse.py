@@ -1,4 +1,4 @@
-"""What the ranks of `test_sparse_buffers.py` do."""
+"""Functions of the ranks of `test_sparse_buffers.py`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.helpers.workers import RANK
 
 
 def left_behind(directory: str, **options: Any) -> Any:
-    """What `stop_run` leaves in this rank; with "error" where something other than its last step has ended it."""
+    """The result of `stop_run` in this rank; with "error" where anything but its last step ended it."""
     error = None
     try:
         stop_run.main(Path(directory), **options)

@@ -59,7 +59,7 @@ class Alive:
 
 @contextmanager
 def counted() -> Iterator[tuple[Alive, Alive]]:
-    """Count what is read of files, and what is gathered from ranks."""
+    """Count the bytes read from files, and the bytes gathered from ranks."""
     read, gathered = Alive(), Alive()
     before = tensorfile._StoredTensor._read, shards.gather_to_main
 
@@ -105,7 +105,7 @@ def digests(trainer: ts.Trainer) -> list[float]:
 
 
 def bytes_held(directory: str, backend: str, async_save: bool = False) -> dict[str, Any]:
-    """Train a step, then resume and train another; the most bytes that loading and saving had besides the state."""
+    """Train a step, then resume and train another; the most bytes of loading and saving in addition to the state."""
     first = trainer_of(directory, backend, 1, async_save=async_save)
     with counted() as (_, gathered):
         first.train()
@@ -128,7 +128,7 @@ def bytes_held(directory: str, backend: str, async_save: bool = False) -> dict[s
 
 
 def started(directory: str, backend: str, how: str) -> dict[str, Any]:
-    """Begin with the weights of a file, or load an export; the most bytes that this had besides the module."""
+    """Begin with the weights of a file, or load an export; the most bytes that this held in addition to the module."""
     first = trainer_of(directory, backend, 1)
     first.train()
     expected = digests(first)[:4]
@@ -274,7 +274,7 @@ def slow(directory: str, what: str, seconds: float, timeout_s: float) -> dict[st
 
 
 def gathers_to_main() -> dict[str, Any]:
-    """What each rank gets of short and long values, and the error of a value that cannot be sent."""
+    """The short and long values that each rank gets, and the error of a value that cannot be sent."""
     trainer = trainer_of("unused", "ddp", 1)
     _ = trainer.world
     comm = trainer.world.comm

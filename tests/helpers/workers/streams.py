@@ -1,4 +1,4 @@
-"""Streams of data over ranks: random numbers, loaders with an order of their own, data that is split by rank."""
+"""Streams of data over ranks: random numbers, loaders with their own order, data that is split by rank."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(module: ts.ModuleInterface, backend: str = "ddp", **changes: Any) -> ts.
 
 
 def drawn(backend: str = "ddp") -> list[list[float]]:
-    """What each step draws from the three generators of the host, in two calls of `train()`."""
+    """The numbers that each step draws from the three generators of the host, in two calls of `train()`."""
 
     class Draws(Seen):
         numbers: Any = ()
@@ -139,7 +139,7 @@ class _Drawing:
         return iter([[torch.tensor(order[i : i + 2], dtype=torch.float32)[:, None]] for i in range(0, 24, 2)])
 
 
-def _split_anew(size: int) -> Any:
+def _split_again(size: int) -> Any:
     part = torch.utils.data.random_split(_DATA, [24])[0]
     return DataLoader(part, size, sampler=list(range(24)))
 
@@ -150,13 +150,13 @@ STREAMS: dict[str, Any] = {
     "augmented": lambda size: DataLoader(_Augmented(), size, sampler=_AtNext()),
     "buffer": lambda size: DataLoader(_Shuffled(), size),
     "no DataLoader": lambda size: _Drawing(),
-    "in the method": _split_anew,
+    "in the method": _split_again,
     "workers": lambda size: DataLoader(_Augmented(), size, sampler=_Own(_DATA), num_workers=1),
 }
 
 
 def streams(kinds: list[str], seeded: bool, backend: str = "ddp", accumulation: int = 1) -> dict[str, Any]:
-    """What each rank sees of these streams in two epochs with a dropout; a micro-batch has 2 samples."""
+    """The samples of these streams on each rank in two epochs with a dropout; a micro-batch has 2 samples."""
     found = {}
     for kind in kinds:
         ts.seed_everything(0 if seeded else 100 + RANK)
@@ -239,7 +239,7 @@ class _LaterOnly(IterableDataset[Tensor]):
 
 
 def undeclared(sharding: Any, directory: str) -> dict[str, str]:
-    """What is said of streams that split themselves, and of one that is the same on all ranks."""
+    """The messages on streams that split themselves, and on one that is the same on all ranks."""
     known = _known_splitters()
     found = {}
     for kind, dataset in {

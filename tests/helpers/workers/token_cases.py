@@ -25,7 +25,7 @@ class TokenCase:
     Attributes:
         kind: one of `KINDS`; the last three are modes of two loaders.
         lengths: of the documents of each loader.
-        times: documents of the second loader beside one of the first.
+        times: documents of the second loader for one of the first.
         grouped: whether the first loader groups by length.
         stop: the step after which the run is stopped.
     """

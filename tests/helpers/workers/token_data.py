@@ -36,7 +36,7 @@ class Stream(IterableDataset[Any]):
 
     Args:
         count: samples.
-        stated: what `__len__` says; None for no length.
+        stated: the result of `__len__`; None for no length.
     """
 
     def __init__(self, count: int, stated: int | None = None) -> None:

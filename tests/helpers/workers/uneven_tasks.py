@@ -26,7 +26,7 @@ class Task(ts.ModuleInterface):
 
     epochs = 2
     clips = True
-    options: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    options: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
 
     def __init__(self, samples: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Synchronised(Task):
 
 
 def _halves(self: Task) -> None:
-    """Clips what is large, which differs from scaling the loss."""
+    """Clips large values, which differs from scaling the loss."""
     for p in self.parameters():
         if p.grad is not None:
             p.grad.clamp_(-0.05, 0.05)

@@ -1,4 +1,4 @@
-"""Modules whose steps make several updates, and what ranks return of their training."""
+"""Modules whose steps make several updates, and the results of ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def trained(kind: str, **changes: Any) -> list[float]:
 
 
 def different_updates() -> str:
-    """What each rank is told where one rank yields another optimizer than the others."""
+    """The error of each rank where one rank yields another optimizer than the others."""
     import torch.distributed as dist
 
     class Parted(Points):

@@ -65,7 +65,7 @@ class Stateful(Classifier):
 
 def run(directory: str, **changes: Any) -> tuple[Stateful, ts.Trainer]:
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    sharded = changes.get("backend") == "fsdp"  # whose weights are no plain tensors outside of `forward`
+    sharded = changes.get("backend") == "fsdp"  # whose weights are DTensors outside of `forward`
     module = Stateful(dataset=numbers(changes.pop("samples", 42)), averages=not sharded)
     saves = ts.DefaultCheckpointerArguments(checkpoint=True)
     values = {"epochs": 2, "log_every": 2, "writers": ["jsonl"], "checkpointer_args": saves, **changes}
@@ -75,7 +75,7 @@ def run(directory: str, **changes: Any) -> tuple[Stateful, ts.Trainer]:
 
 
 def compared(directory: str, share: float = 1.0, **changes: Any) -> dict[str, Any]:
-    """What differs between a run without and one with verified steps, and how often each called `train_step`."""
+    """The difference between a run without and one with verified steps, and the calls of `train_step` in each."""
     found: list[Any] = []
     calls = []
     for name, given in (("plain", 0.0), ("verified", share)):

@@ -1,4 +1,4 @@
-"""What the ranks of `test_wire.py` and `test_exchanges.py` do."""
+"""Functions of the ranks of `test_wire.py` and `test_exchanges.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Leaves:
 
 
 def error_of(function: Any) -> str:
-    """What `function` raises, as text."""
+    """The error of `function`, as text."""
     try:
         function()
     except Exception as error:
@@ -86,7 +86,7 @@ def values() -> Any:
 
 
 def apart() -> list[str]:
-    """What each rank is told where ranks are in different exchanges, one kind after the other."""
+    """The error of each rank where ranks are in different exchanges, one kind after the other."""
     stack = ts.build_trainer_backend("ddp")
     comm = stack.open("cpu").comm
 
@@ -204,7 +204,7 @@ def objects(allow_pickle: bool, samples: int = 3) -> Any:
 
 
 def collectives(case: str) -> dict[str, int]:
-    """What Python starts in a run of 40 steps, beside buckets: collectives, messages to one rank, pickles."""
+    """The exchanges that Python starts in a run of 40 steps, without buckets: collectives, messages, pickles."""
     counts: dict[str, int] = {"objects": 0}
 
     def counted(owner: Any, name: str, key: str) -> Any:
@@ -276,7 +276,7 @@ def buffers() -> Any:
 
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             self.at_begin.append(int(self.steps))
-            self.steps = (self.steps.int() + 1 + RANK).to(torch.uint16)  # assigned anew, and unlike
+            self.steps = (self.steps.int() + 1 + RANK).to(torch.uint16)  # replaced, and different
             return super().train_step(global_step, batch, device)
 
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:

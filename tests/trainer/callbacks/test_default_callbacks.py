@@ -1,4 +1,4 @@
-"""Callbacks that a trainer adds by itself, and the moving average."""
+"""Callbacks that a trainer adds by default, and the moving average."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestMovingAverage:
             assert [a.value for a in averages] == pytest.approx(expected)
             assert [a.step for a in averages] == [r.step for r in trainer.history.records(name)]
 
-    def test_a_resumed_run_goes_on_with_it(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_continues_it(self, tmp_path: Path) -> None:
         saving = ts.DefaultCheckpointerArguments()
         histories = []
         for folder, parts in (("whole", [3]), ("parts", [1, 3])):

@@ -1,4 +1,4 @@
-"""`EMA` over parameters of any kind, over interruptions, and what the module holds when training has ended."""
+"""`EMA` over parameters of any kind, over interruptions, and the weights of the module after training."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ DATA = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(
 
 
 class Ray:
-    """What `RayReport` uses of Ray, outside of a trial of Tune.
+    """The part of Ray that `RayReport` uses, outside of a trial of Tune.
 
     Attributes:
         reports: the metrics of each report, with the path of its checkpoint.
-        newest: what `get_checkpoint` gives.
+        newest: the result of `get_checkpoint`.
     """
 
     def __init__(self) -> None:

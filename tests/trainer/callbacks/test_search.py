@@ -24,7 +24,7 @@ class Pruned(Exception):
 
 
 class Trial:
-    """What a callback uses of an Optuna trial: it is pruned at its second report."""
+    """The part of an Optuna trial that a callback uses: it is pruned at its second report."""
 
     def __init__(self, direction: str = "MINIMIZE") -> None:
         self.reports: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""`EMA(None)`: the mean of weights, beside `torch.optim.swa_utils`."""
+"""`EMA(None)`: the mean of weights, compared with `torch.optim.swa_utils`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_interrupted_run_ends_with_the_same_mean(tmp_path: Path) -> None:
     assert averaged(str(tmp_path / "cut"), epochs=4)["state"] == whole["state"]
 
 
-def test_training_goes_on_from_the_trained_weights_and_statistics(tmp_path: Path) -> None:
+def test_training_continues_from_the_trained_weights_and_statistics(tmp_path: Path) -> None:
     whole = averaged(str(tmp_path / "one"), epochs=4)
     averaged(str(tmp_path / "two"), epochs=3)
     assert averaged(str(tmp_path / "two"), epochs=4)["state"] == whole["state"]
@@ -97,7 +97,7 @@ def test_all_ranks_end_with_the_same_mean_and_statistics() -> None:
     assert ranks[0]["updates"] == 4 - START
 
 
-def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"EMA\(every='step'\): .* number, 1 or more, or 'epoch'"):
         cb.EMA(every="step")  # type: ignore[arg-type]
     with pytest.raises(ts.ConfigurationError, match=r"EMA\(start_epoch=-1\): write a whole number, 0 or more\."):

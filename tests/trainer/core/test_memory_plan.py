@@ -41,7 +41,7 @@ def test_states_of_optimizers_are_known_before_a_step(name: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "size"), [("AdamW", 2), ("AdamW", 3), ("SGD with momentum", 3), ("SGD", 2)])
-def test_each_rank_holds_what_was_planned(name: str, size: int) -> None:
+def test_each_rank_holds_the_planned_bytes(name: str, size: int) -> None:
     for held, planned in run_world(size, memory.held_and_planned, name=name, backend="fsdp", world=size):
         assert held == planned
 
@@ -75,7 +75,7 @@ def test_the_optimizer_and_its_hooks_are_left_alone() -> None:
         (torch.optim.SparseAdam, "SparseAdam cannot step without values"),
     ],
 )
-def test_what_cannot_be_known_is_said(make_optimizer: Any, words: str) -> None:
+def test_unknown_parts_are_named(make_optimizer: Any, words: str) -> None:
     module = make()
     plan = plan_memory(module, [make_optimizer(list(module.parameters()))])
 
@@ -93,7 +93,7 @@ def test_rows_of_a_parameter_are_divided_as_torch_does() -> None:
     assert [plan_memory(parameter, shards=9, rank=rank).parameters // 12 for rank in (0, 6, 7, 8)] == [1, 1, 0, 0]
 
 
-def test_what_is_gathered_are_two_units_what_is_outside_of_them_and_gradients() -> None:
+def test_two_units_the_rest_and_gradients_are_gathered() -> None:
     module = nn.Sequential(nn.Linear(2, 10), nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 1))
     sizes = [4 * sum(one.numel() for one in part.parameters()) for part in module]
     units = list(module)[1:]
@@ -103,7 +103,7 @@ def test_what_is_gathered_are_two_units_what_is_outside_of_them_and_gradients() 
     assert plan_memory(module, units=units).gathered == 0
 
 
-def test_activations_are_what_a_pass_keeps_beside_the_parameters() -> None:
+def test_activations_are_the_tensors_that_a_pass_keeps_without_the_parameters() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         batch = torch.empty(4, 5)
@@ -115,7 +115,7 @@ def test_activations_are_what_a_pass_keeps_beside_the_parameters() -> None:
 
     plan = plan_memory(module, step=step)
 
-    assert plan.activations == 4 * (4 * 5 + 4 * 7 + 4 * 3)  # inputs, of tanh its outputs, and what is squared
+    assert plan.activations == 4 * (4 * 5 + 4 * 7 + 4 * 3)  # inputs, outputs of tanh, and the input of the square
     assert "no batch" in plan_memory(module).unknown["activations"]
     assert (
         "a step on tensors without values failed"

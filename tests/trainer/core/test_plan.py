@@ -62,7 +62,7 @@ def test_micro_batches_need_not_divide_the_batch(batch: int, limit: int, parts: 
 
 @given(sizes)
 @pytest.mark.spec("PMT-05", "FN-24", "F104")
-def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
+def test_the_plan_agrees_with_the_order(size: dict[str, object]) -> None:
     plan = make(**size)  # type: ignore[arg-type]
     orders = [
         DataOrder(
@@ -103,7 +103,7 @@ def test_the_plan_is_what_the_order_does(size: dict[str, object]) -> None:
     )
 )
 @pytest.mark.spec("PMT-05", "FN-24")
-def test_the_plan_is_what_a_loader_with_an_order_of_its_own_makes(size: dict[str, int]) -> None:
+def test_the_plan_agrees_with_a_loader_that_has_its_own_order(size: dict[str, int]) -> None:
     plan = make(**size)
     batches = range(size["loader_length"])
     steps = []

@@ -81,7 +81,7 @@ def test_neighbours_have_nothing_to_do_with_each_other(monkeypatch: pytest.Monke
     assert abs(neighbours(many(257, 3000))) < 4
     assert abs(neighbours(many(1025, 1000))) < 4
     monkeypatch.setattr(order_module, "ROUNDS", 4)
-    assert neighbours(many(257, 3000)) > 20, "the test sees what two rounds less do"
+    assert neighbours(many(257, 3000)) > 20, "the test notices two rounds less"
 
 
 @pytest.mark.usefixtures("few")

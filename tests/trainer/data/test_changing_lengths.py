@@ -71,7 +71,7 @@ def test_a_stated_length_is_the_plans(backend: str, tmp_path: Path, caplog: pyte
     for result in results:
         assert result["plan"]["steps_per_epoch"] == 3
         assert len(result["seen"]) == 6
-    assert "stands for" not in caplog.text
+    assert "schedules and progress are planned for" not in caplog.text
 
 
 @pytest.mark.parametrize(("count", "steps"), [(12, 2), (40, 5)])
@@ -81,10 +81,8 @@ def test_other_samples_than_stated_are_reported_once(
     result = streamed(count=count, stated=24, directory=str(tmp_path))
 
     assert len(result["seen"]) == 2 * steps
-    assert (
-        caplog.text.count(f"epoch 0 had {steps} global steps, and the length of the training loader stands for 3") == 1
-    )
-    assert caplog.text.count("stands for") == 1
+    assert caplog.text.count(f"epoch 0 had {steps} global steps, but schedules and progress are planned for 3") == 1
+    assert caplog.text.count("schedules and progress are planned for") == 1
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, 1), ({"max_steps": 3}, 0), ({"max_train_steps_per_epoch": 2}, 0)])
@@ -157,7 +155,7 @@ def of_curriculum(kind: str, *, kept: bool, workers: int = 0) -> Any:
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("kind", ["several", "grouped", "concatenated"])
-def test_what_is_laid_out_for_an_epoch_has_its_length(kind: str, kept: bool, tmp_path: Path) -> None:
+def test_arrays_for_an_epoch_have_its_length(kind: str, kept: bool, tmp_path: Path) -> None:
     options: Any = {"directory": str(tmp_path), "train_batch_size": 4, "epochs": 3}
     make = of_curriculum(kind, kept=kept)
     if kind != "several" and not kept:
@@ -184,7 +182,7 @@ def test_rows_and_concatenations_of_another_length_are_refused(tmp_path: Path) -
     fixed: Any
     for fixed in (ConcatDataset([grows, Sequences(4)]), ts.PackedDataset(Lists(grows), 30)):
         grows.set_epoch(0)
-        with pytest.raises(ts.ModuleContractError, match="Make it in get_train_dataloader"):
+        with pytest.raises(ts.ModuleContractError, match="Create it in get_train_dataloader"):
             run(
                 lambda sampler, size, data=fixed: DataLoader(
                     data, size, sampler=sampler(data), collate_fn=Lists.masked

@@ -161,13 +161,13 @@ def test_streams_are_combined_batch_by_batch(mode: str, counts: list[int], tmp_p
     assert result["plan"]["steps_per_epoch"] == len(parts)
 
 
-def test_what_cannot_be_combined_is_refused(tmp_path: Path) -> None:
+def test_loaders_that_cannot_be_combined_are_refused(tmp_path: Path) -> None:
     directory = str(tmp_path)
     with pytest.raises(ts.ConfigurationError, match=r"different lengths .*combine_loaders='min'"):
         run(loaders(20, 30), directory=directory)
-    with pytest.raises(ts.ConfigurationError, match=r"order of their own.*combine_loaders='min'"):
+    with pytest.raises(ts.ConfigurationError, match=r"custom order.*combine_loaders='min'"):
         run(streams(20, 20), directory=directory)
-    with pytest.raises(ts.ConfigurationError, match="too few for one global step"):
+    with pytest.raises(ts.ConfigurationError, match="too few samples for one global step"):
         run(loaders(20, 3), directory=directory, combine_loaders="max")
     with pytest.raises(ts.ConfigurationError, match="private run draws its records from one data set"):
         several("sp-dp", directory=directory)

@@ -1,4 +1,4 @@
-"""Loaders without samples, and objects that are no loaders."""
+"""Loaders without samples, and objects other than loaders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestLoadersThatGiveNothing:
         train(self.line(numbers(8), empty), tmp_path)
         assert "the val loader 'default' gave no batch at all" in caplog.text
 
-    def test_what_cannot_be_iterated_is_refused(self, tmp_path: Path) -> None:
+    def test_an_object_that_cannot_be_iterated_is_refused(self, tmp_path: Path) -> None:
         class Wrong(Classifier):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return 3

@@ -63,7 +63,7 @@ def test_ranks_start_at_once_and_resume_with_the_same_bits(tmp_path: Path) -> No
     assert [a + b for a, b in zip(*(run["seen"] for run in whole), strict=True)] == expected(5)
 
 
-def test_a_run_of_an_older_release_goes_on_with_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_an_older_release_continues_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     length = LARGEST_IN_MEMORY + 1
     with monkeypatch.context() as older:
         older.setattr(RunState, "get_state", without_version)

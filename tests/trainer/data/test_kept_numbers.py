@@ -158,7 +158,7 @@ def test_samples_in_the_same_memory_keep_their_values(memory: Any) -> None:
 
 
 class Opens:
-    """Opens a file late, and caches what it has read."""
+    """Opens a file late, and caches its content."""
 
     def __init__(self) -> None:
         self.file: Any = None

@@ -95,7 +95,7 @@ def test_overfitting_keeps_the_samples_of_a_batch(tmp_path: Path) -> None:
     assert len(seen[0]) == 8
 
 
-def test_what_cannot_be_grouped_is_refused(tmp_path: Path) -> None:
+def test_data_that_cannot_be_grouped_are_refused(tmp_path: Path) -> None:
     def loader(_: Any, size: int) -> Any:
         return DataLoader(Sequences(), size, sampler=ts.LengthGroupedSampler([1, 2]), collate_fn=pad)
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_grouped_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ts.PrivacyError, match="cannot be grouped by length"):
         grouped("sp-dp", directory=str(tmp_path))
     for lengths in ([], [0.5, 1.0], [[1]], [-1, 2]):
-        with pytest.raises(ts.ConfigurationError, match="whole number, 0 or more, for each sample"):
+        with pytest.raises(ts.ConfigurationError, match="integer of at least 0 for each sample"):
             ts.LengthGroupedSampler(lengths)  # type: ignore[arg-type]
     with pytest.raises(ts.ConfigurationError, match="window=0"):
         ts.LengthGroupedSampler([1], window=0)

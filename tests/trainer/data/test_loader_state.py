@@ -1,4 +1,4 @@
-"""A loader that keeps a state of its own goes on from there; what cannot be exact is said."""
+"""A loader with a state continues from it; a resume that cannot be exact is reported."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainstack.backends import World
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.data.loader_state import LoaderState
 
-# torchdata 0.11 calls what torch 2.13 deprecates, each time a StatefulDataLoader is made
+# torchdata 0.11 calls a function that torch 2.13 deprecates, in each constructor of StatefulDataLoader
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
 
 class Reads(Classifier):
-    """Trains on what its loader gives, notes each batch, and dies before the step `stop_at`."""
+    """Trains on the batches of its loader, notes each batch, and dies before the step `stop_at`."""
 
     def __init__(self, make: Any, *, lasting: bool = False, stop_at: int | None = None) -> None:
         super().__init__(numbers(41), dropout=0.2)
@@ -55,7 +55,7 @@ def run(module: Reads, directory: Path, **changes: Any) -> ts.Trainer:
 
 
 def unbroken_and_interrupted(make: Any, directory: Path, stops: tuple[int, ...], **changes: Any) -> tuple[Any, Any]:
-    """What two runs saw and ended with: one in one go, one that died before each of the steps `stops`."""
+    """Batches and final weights of two runs: one unbroken, one that died before each of the steps `stops`."""
     lasting = changes.pop("lasting", False)
     whole = Reads(make, lasting=lasting)
     run(whole, directory / "whole", **changes)
@@ -122,7 +122,7 @@ def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting:
 @pytest.mark.parametrize(
     ("make", "lasting"),
     [(shuffled(2), False), (shuffled(2), True), (given_sampler_and_workers, True)],
-    ids=["anew", "lasting", "lasting, with a sampler"],
+    ids=["made again", "lasting", "lasting, with a sampler"],
 )
 def test_workers_that_read_ahead_do_not_move_the_place(make: Any, lasting: bool, tmp_path: Path) -> None:
     assert agree(*unbroken_and_interrupted(make, tmp_path, (3, 7, 10), lasting=lasting))
@@ -172,10 +172,10 @@ def test_any_loader_with_a_state_is_asked_and_no_batch_is_read_to_skip(
 
     assert Stream.reads == 11 - 8
     assert "it is a Stream, not a DataLoader" in caplog.text
-    assert "Its state is saved with each checkpoint, and given back on resume." in caplog.text
+    assert "Its state is saved in each checkpoint, and restored in a resume." in caplog.text
 
 
-def test_a_loader_without_a_state_still_reads_and_puts_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_without_a_state_reads_and_drops_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Numbers(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter(list(numbers(41)))
@@ -184,7 +184,7 @@ def test_a_loader_without_a_state_still_reads_and_puts_aside(tmp_path: Path, cap
         return torch.utils.data.DataLoader(Numbers(), batch_size=size)
 
     assert agree(*unbroken_and_interrupted(make, tmp_path, (3,)))
-    assert "The first 4 batches of this epoch are read and put aside" in caplog.text
+    assert "The first 4 batches of this epoch are read and skipped" in caplog.text
 
 
 @pytest.mark.processes
@@ -196,23 +196,23 @@ def test_another_number_of_workers_is_answered_in_words(before: int, after: int,
 
     with pytest.raises(
         ts.CheckpointMismatchError,
-        match=rf"a StatefulDataLoader, does not take back the state.*the same number of workers \(num_workers={after} ",
+        match=rf"a StatefulDataLoader, does not load its state.*the same number of workers \(num_workers={after} ",
     ):
         run(Reads(shuffled(after)), tmp_path)
 
 
 @pytest.mark.processes
-def test_what_its_state_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_gaps_of_its_state_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def torchs_own(data: Any, sampler: Any, size: int) -> Any:
         chosen = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         return StatefulDataLoader(data, batch_size=size, sampler=chosen)
 
     caplog.set_level(logging.WARNING, "trainstack")
     run(Reads(torchs_own), tmp_path / "a", epochs=1)
-    assert "after the first epoch another order would follow. Use torchdata.stateful" in caplog.text
+    assert "after the first epoch the order would differ. Use torchdata.stateful" in caplog.text
     caplog.clear()
     run(Reads(shuffled(2)), tmp_path / "b", epochs=1)
-    assert "Random numbers that its workers draw are not part of it." in caplog.text
+    assert "Random numbers of its workers are not in the state." in caplog.text
     assert "RandomSampler" not in caplog.text
 
 
@@ -222,5 +222,5 @@ def test_states_of_loaders_that_gave_parts_are_not_taken_by_another_number_of_pr
     same.restore(states, World())
 
     assert same.is_pending
-    with pytest.raises(ts.CheckpointMismatchError, match="the states of 2 loaders, each of which gave its process"):
+    with pytest.raises(ts.CheckpointMismatchError, match="the states of 2 loaders, each with a part of the data"):
         split.restore(states, World())

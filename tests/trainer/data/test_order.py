@@ -128,7 +128,7 @@ def test_a_foreign_order_works_and_is_said_once(kind: str, tmp_path: Path, caplo
     trainer.train()
 
     assert trainer.global_steps_finished == 2 * 3, "5 batches of 4, two a step"
-    said = [record.getMessage() for record in caplog.records if "own order" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "the loader's order" in record.getMessage()]
     assert len(said) == 1
 
 

@@ -244,10 +244,10 @@ def test_objects_that_are_not_searched_completely_are_named(tmp_path: Path, capl
 
     data = Augmented(Jitter())
     trained(tmp_path / "one", data)
-    assert "to be searched whole" not in caplog.text
+    assert "to be searched completely" not in caplog.text
     data.transforms += [Jitter() for _ in range(100)]
     _ = ts.Trainer(Classifier(data), arguments(tmp_path / "two")).plan
-    assert "train_dataset.transforms: too large or too deep to be searched whole" in caplog.text
+    assert "train_dataset.transforms: too large or too deep to be searched completely" in caplog.text
 
 
 class Drawn(IterableDataset[Any]):
@@ -261,7 +261,7 @@ class Drawn(IterableDataset[Any]):
 
 
 class Streams(Classifier):
-    """A loader with an order of its own, from a generator that lives as long as the module."""
+    """A loader with its own order, from a generator that exists as long as the module."""
 
     def __init__(self, kind: str, stop_at: int | None) -> None:
         super().__init__(Drawn() if kind == "iterable" else numbers(24))

@@ -53,7 +53,7 @@ def test_many_documents_leave_little_padding_and_never_overflow() -> None:
     assert sum(lengths) / (1024 * len(sums)) > 0.98
 
 
-def test_samples_with_several_columns_and_padding_of_their_own() -> None:
+def test_samples_with_several_columns_and_their_padding() -> None:
     sample = {
         "input_ids": [4, 5, 6, 0],
         "attention_mask": [1, 1, 1, 0],
@@ -134,7 +134,7 @@ def trained(packed: bool, attention: str) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_gpt2_gets_the_gradient_of_the_documents_by_themselves(attention: str) -> None:
+def test_gpt2_gets_the_gradient_of_separate_documents(attention: str) -> None:
     one, other = (trained(packed, attention) for packed in (True, False))
 
     start = weights(LanguageModel(True, attention))
@@ -142,7 +142,7 @@ def test_gpt2_gets_the_gradient_of_the_documents_by_themselves(attention: str) -
     assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+def test_data_that_cannot_be_packed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match="sample 3 has 12 tokens, more than row_length=8"):
         ts.PackedDataset(documents(), 8)
     with pytest.raises(ts.ConfigurationError, match="1 lengths were given for 14 samples"):
@@ -166,7 +166,7 @@ def test_a_private_run_refuses_packed_rows(tmp_path: Path) -> None:
             return DataLoader(data, batch_size, sampler=sampler(data))
 
     module = Rows(nn.Linear(1, 1), nn.MSELoss(), "sgd", documents())
-    with pytest.raises(ts.PrivacyError, match="a row of a PackedDataset holds several documents"):
+    with pytest.raises(ts.PrivacyError, match="a row of a PackedDataset has several documents"):
         ts.Trainer(module, arguments(tmp_path, backend="sp-dp", train_batch_size=2)).train()
 
 
@@ -185,7 +185,7 @@ def test_narrow_tokens_of_a_file_keep_labels_that_are_ignored(kind: Any) -> None
         ([[1] * 8, {"input_ids": [1, 2], "attention_mask": [0, 0]}], "attention_mask is 0"),
         ([torch.ones(1, 3, dtype=torch.long)], "batch dimension"),
         ([torch.ones(3)], r"write \.long"),
-        (["abc"], "sample 0 is no sequence of tokens"),
+        (["abc"], "sample 0 is not a sequence of tokens"),
     ],
 )
 def test_samples_that_would_not_lie_under_their_tokens_are_refused(samples: Any, words: str) -> None:

@@ -76,11 +76,11 @@ def samples(draw: Callable[[int], float], seed: Seed, workers: int = 0) -> torch
 def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
     streams = RandomStreams.from_system()
     found, plain = samples(DRAWS[name], streams), DRAWS[name](0)
-    assert len({*found[:, 0].tolist(), plain}) == 5  # each record has numbers of its own, and none the public ones
+    assert len({*found[:, 0].tolist(), plain}) == 5  # each record has other numbers, and none has the public ones
     assert torch.equal(found[:, 0], found[:, 1])  # such as those of an image and its mask
     assert torch.equal(found, samples(DRAWS[name], streams))
     assert not torch.equal(found, samples(DRAWS[name], RandomStreams.from_system()))
-    assert DRAWS[name](0) == plain  # afterwards a seed is what it was
+    assert DRAWS[name](0) == plain  # afterwards a seed has its usual effect
     assert set(samples(DRAWS[name], 3).flatten().tolist()) == {plain}  # as in a run that is not private
 
 
@@ -89,7 +89,7 @@ def test_loader_workers_mix_them_too() -> None:
     assert torch.equal(samples(by_numpy, streams), samples(by_numpy, streams, workers=1))
 
 
-def test_classes_of_generators_stay_what_they_are_to_the_dataset() -> None:
+def test_classes_of_generators_look_the_same_to_the_dataset() -> None:
     kept = [random.Random(1), np.random.RandomState(1), torch.default_generator]
 
     def draw(_: int) -> float:

@@ -34,12 +34,12 @@ COUNTED: dict[str, tuple[Any, int, bool]] = {
     "dict of tuples": ({"first": (X, X)}, 4, False),
     "dict with a number": ({"temperature": 0.5, "x": X}, 4, False),
     "array": (np.zeros((6, 2)), 6, False),
-    "strings beside tensors": ((("a", "b", "c", "d"), X), 4, False),
-    "a name beside tensors": (("name", X), 4, False),
+    "strings and tensors": ((("a", "b", "c", "d"), X), 4, False),
+    "a name and tensors": (("name", X), 4, False),
     "strings": (["a", "b"], 2, False),
     "dicts": ([{"x": X}, {"x": X}, {"x": X}], 3, False),
     "list of scalars": ([SCALAR, SCALAR], 2, False),
-    "scalar beside two tensors": ((SCALAR, X, Y), 4, False),
+    "a scalar and two tensors": ((SCALAR, X, Y), 4, False),
     "nested tensor": (
         torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=torch.jagged),
         2,
@@ -219,7 +219,7 @@ def test_doubtful_batches_are_warned_about_once(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_an_evaluation_refuses_a_weight_that_is_no_count(weight: float, tmp_path: Path) -> None:
+def test_an_evaluation_refuses_a_weight_other_than_a_count(weight: float, tmp_path: Path) -> None:
     module = Classifier(validate=True)
     trainer = ts.Trainer(module, arguments(tmp_path))
     module.batch_weight = lambda batch: weight  # type: ignore[method-assign]
@@ -227,7 +227,7 @@ def test_an_evaluation_refuses_a_weight_that_is_no_count(weight: float, tmp_path
         trainer.validate()
 
 
-def test_the_last_batch_of_an_evaluation_counts_for_what_it_has() -> None:
+def test_the_last_batch_of_an_evaluation_counts_by_its_samples() -> None:
     loader = DataLoader(DATA, batch_sampler=[[0, 1, 2], [5]])
     pairs, in_parts = evaluation_batches(loader, seed=0, world=ts.backends.World())
     assert [count for _, count in pairs] == [3, 1]

@@ -109,9 +109,7 @@ def reference(ends: list[int], accumulation: int, weigh: bool) -> list[float]:
         ([0, 1, 23, 24], 1, False),
     ],
 )
-def test_ranks_train_on_parts_of_their_own_to_the_end_of_the_longest(
-    ends: list[int], accumulation: int, weigh: bool
-) -> None:
+def test_ranks_train_on_their_parts_to_the_end_of_the_longest(ends: list[int], accumulation: int, weigh: bool) -> None:
     ranks = run_world(len(ends) - 1, streams.parts, ends=ends, accumulation=accumulation, weigh=weigh, length=weigh)
 
     expected = reference(ends, accumulation, weigh)

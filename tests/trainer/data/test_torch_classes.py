@@ -58,7 +58,7 @@ class Halves(DataLoader[Any]):
         return ([x / 2, y] for x, y in super()._get_iterator())
 
 
-def test_a_loader_with_an_iterator_of_its_own_is_read(tmp_path: Path) -> None:
+def test_the_own_iterator_of_a_loader_is_used(tmp_path: Path) -> None:
     assert seen_in(Halves, tmp_path) == 2 * [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
 
@@ -116,7 +116,7 @@ INDICES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", INDICES)
-def test_a_subset_gives_what_a_dataloader_gives(name: str) -> None:
+def test_a_subset_gives_the_samples_of_a_dataloader(name: str) -> None:
     outer = Subset(Subset(DATA, INDICES[name]), [3, 1, 0, 2])
     loader = DataLoader(outer, batch_size=2)
     try:

@@ -1,4 +1,4 @@
-"""Samplers and loaders with an order of their own."""
+"""Samplers and loaders with their own order."""
 
 from __future__ import annotations
 

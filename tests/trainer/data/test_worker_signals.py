@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Starts TRAINING in a group of its own; all of the group is killed at the end."""
+    """Starts TRAINING in a new process group, which is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def run(method: str = "fork") -> subprocess.Popen[str]:
@@ -138,7 +138,7 @@ def test_a_worker_that_is_killed_is_named_with_the_likely_reason(start: Any, tmp
 
     assert process.returncode == 1
     assert (
-        f"a loader worker (pid {pid}) was ended by SIGKILL. The out-of-memory killer of the system does that" in error
+        f"a loader worker (pid {pid}) was ended by SIGKILL, probably by the out-of-memory killer of the system" in error
     )
 
 

@@ -62,7 +62,7 @@ def test_outputs_that_wait_on_the_device_are_bounded(monkeypatch: pytest.MonkeyP
     assert len(fetched) == 5
     assert max(fetched) < 2000
     fetched.clear()
-    assert copies(of_shapes(3, rows=100)) == 3 + 2  # the large ones go by themselves
+    assert copies(of_shapes(3, rows=100)) == 3 + 2  # each large one is copied alone
     assert max(fetched) < 2000
 
 

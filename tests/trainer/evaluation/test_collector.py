@@ -1,4 +1,4 @@
-"""`OutputCollector`: what comes out for what goes in."""
+"""`OutputCollector`: its results for each kind of output."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_inference_tensors_are_collected() -> None:
     assert collected(*outputs)[0].tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_what_is_collected_has_no_graph() -> None:
+def test_collected_outputs_have_no_graph() -> None:
     assert not collected(torch.ones(2, requires_grad=True) * 2)[0].requires_grad
 
 

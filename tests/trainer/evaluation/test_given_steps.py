@@ -25,7 +25,7 @@ class TestAStepOfEvaluationGivenToTheTrainer:
         assert trainer.validate().metrics["val/loss"] == pytest.approx(plain + 100.0, abs=0.1)
         assert ts.Trainer(module, arguments(tmp_path)).validate().metrics["val/loss"] == plain
 
-    def test_a_module_needs_none_of_its_own_then(self, tmp_path: Path) -> None:
+    def test_a_module_needs_no_step_then(self, tmp_path: Path) -> None:
         class Without(Classifier):
             val_step = ts.ModuleInterface.val_step  # type: ignore[assignment]
 

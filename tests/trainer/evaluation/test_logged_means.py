@@ -1,4 +1,4 @@
-"""What the steps of an evaluation log is recorded once, as the mean over all its samples."""
+"""A value that the steps of an evaluation log is recorded once, as the mean over all its samples."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_values_keep_their_precision_and_may_be_changed_afterwards(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", ["high", torch.zeros(2), None])
-def test_what_is_no_number_is_refused_where_it_is_logged(value: Any, tmp_path: Path) -> None:
+def test_a_value_other_than_a_number_is_refused_where_it_is_logged(value: Any, tmp_path: Path) -> None:
     class Wrong(Logs):
         def val_step(self, global_step: int, batch: Any, device: Any) -> None:
             with pytest.raises(ts.ConfigurationError, match="metric 'wrong' was given"):
@@ -124,7 +124,7 @@ def test_what_is_no_number_is_refused_where_it_is_logged(value: Any, tmp_path: P
     train(Wrong(), tmp_path)
 
 
-def test_what_train_step_and_hooks_log_is_recorded_each_time(tmp_path: Path) -> None:
+def test_values_that_train_step_and_hooks_log_are_recorded_each_time(tmp_path: Path) -> None:
     class Everywhere(Logs):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             self.log("shared", float(global_step))

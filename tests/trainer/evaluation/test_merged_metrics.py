@@ -25,4 +25,4 @@ def test_values_equal_those_of_one_process_and_updates_are_shared(size: int, sam
         if samples > 1:
             assert sum(got["updates"][name] for got in ranks) == 2 * batches, f"{name}: each batch on one rank"
     for got in ranks:
-        assert got["updates"]["plain"] >= 2 * batches, "an attribute that is no state: all batches on all ranks"
+        assert got["updates"]["plain"] >= 2 * batches, "an attribute outside of the state: all batches on all ranks"

@@ -1,4 +1,4 @@
-"""Metrics: what they are fed with, where their values go, and what is refused."""
+"""Metrics: their inputs, the records of their values, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Named:
     ],
     ids=["loss and predictions", "predictions", "with targets", "preds", "pred", "labels", "dataclass"],
 )
-def test_predictions_and_targets_are_found_in_what_a_step_returns(outputs: Any, tmp_path: Path) -> None:
+def test_predictions_and_targets_are_found_in_the_outputs_of_a_step(outputs: Any, tmp_path: Path) -> None:
     module = Measured({"right": Counts(), "accuracy": accuracy()}, outputs)
     trainer = train(module, tmp_path, epochs=2, val_batch_size=8)
 
@@ -119,7 +119,7 @@ class Loaders(Measured):
         return {name: DataLoader(numbers(size), batch_size=batch_size) for name, size in (("one", 5), ("two", 9))}
 
 
-def test_a_loader_may_have_metrics_of_its_own(tmp_path: Path) -> None:
+def test_a_loader_may_have_its_own_metrics(tmp_path: Path) -> None:
     trainer = train(Loaders({"all": Counts(), "two": {"own": Counts()}}), tmp_path)
     names = {name for name in trainer.history.get_metric_names() if name.startswith("val/")}
     assert names == {"val/one/loss", "val/two/loss", "val/one/all", "val/two/all", "val/two/own"}
@@ -176,7 +176,9 @@ def test_evaluating_alone_returns_metrics_and_records_nothing_unless_asked(tmp_p
     assert len(trainer.history.get_metric_values("val/right")) == 2
 
 
-def test_what_is_not_one_number_is_returned_and_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_other_than_one_number_is_returned_and_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = Measured({"matrix": MulticlassConfusionMatrix(CLASSES)})
     trainer = train(module, tmp_path, epochs=2)
     assert "val/matrix" not in trainer.history.get_metric_names()
@@ -237,15 +239,15 @@ def test_a_dict_is_matched_with_the_parameters_of_each_metric(tmp_path: Path) ->
 
 class TestWhatIsRefused:
     def test_no_metric(self, tmp_path: Path) -> None:
-        for wrong, what in (
+        for wrong, words in (
             (3, "metrics is a int"),
             ({"a": 1}, r"metrics\['a'\] is a int"),
             ({"a": Counts}, r"metrics\['a'\] is a type"),
             ({"all": {"a": Counts}}, r"metrics\['a'\] is the class Counts"),
-            ({"loss": Counts()}, "a metric is called 'loss'"),
-            ({1: Counts()}, "a metric is called 1"),
+            ({"loss": Counts()}, "a metric has the name 'loss'"),
+            ({1: Counts()}, "a metric has the name 1"),
         ):
-            with pytest.raises(ts.ConfigurationError, match=what):
+            with pytest.raises(ts.ConfigurationError, match=words):
                 train(Measured(wrong), tmp_path)
 
     def test_nothing_to_feed(self, tmp_path: Path) -> None:

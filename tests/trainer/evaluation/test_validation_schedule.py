@@ -185,7 +185,7 @@ def test_an_exception_in_the_function_says_where_it_came_from(tmp_path: Path) ->
     [1.5, 0.0, -0.5, True, "epoch", [1], float("nan"), dict],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_what_does_not_say_how_often_is_refused(wrong: Any) -> None:
+def test_a_value_other_than_a_schedule_is_refused(wrong: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"validate_every=.*Every\(steps=...\)"):
         ts.TrainerArguments(validate_every=wrong)
 

@@ -20,7 +20,7 @@ def broken(**methods: Any) -> Classifier:
 
 
 class Validated(Classifier):
-    """Without a `val_step`; counts what it is asked and how often it is trained."""
+    """Without a `val_step`; counts the calls of its methods and its training steps."""
 
     val_step = ts.ModuleInterface.val_step
 
@@ -48,7 +48,7 @@ class TestValidationDataWithoutAStep:
             train(module, tmp_path)
         assert module.trained == 0
 
-    def test_none_is_no_data(self, tmp_path: Path) -> None:
+    def test_none_means_no_data(self, tmp_path: Path) -> None:
         assert train(Validated(data=False), tmp_path).global_steps_finished == 2
 
     def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
     trainer = train(module, tmp_path, epochs=2, sanity_val_steps=1)
 
     assert "val/loss" not in trainer.history.get_metric_names()
-    said = [record.message for record in caplog.records if "where its loss is looked for" in record.message]
+    said = [record.message for record in caplog.records if "as its loss, which must be a tensor" in record.message]
     kind = "int" if isinstance(returned, dict) else "float"
     assert len(said) == 1
     assert said[0].startswith(f"val_step returned a {kind}")
@@ -107,4 +107,4 @@ def test_a_validation_without_a_loss_or_with_one_is_left_alone(
     module.validates = True
     train(module, tmp_path)
 
-    assert "where its loss is looked for" not in caplog.text
+    assert "as its loss, which must be a tensor" not in caplog.text

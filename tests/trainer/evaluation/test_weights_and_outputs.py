@@ -39,7 +39,7 @@ def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
         Classifier().batch_weight(((torch.zeros(3, 4), torch.zeros(3, 5)), (1, 2)))
 
 
-def test_collected_outputs_hold_what_was_returned_and_no_more() -> None:
+def test_collected_outputs_hold_the_returned_values_and_no_more() -> None:
     collector = ts.OutputCollector()
     base = torch.zeros(1000, 1000)
     buffer = np.zeros(2)
@@ -60,7 +60,7 @@ def test_collected_outputs_hold_what_was_returned_and_no_more() -> None:
 
 def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=2))
-    trainer.get_state = lambda: pytest.fail("asked for its state in vain")  # type: ignore[method-assign]
+    trainer.get_state = lambda: pytest.fail("its state was read without a use")  # type: ignore[method-assign]
     trainer.save_model_checkpoint = lambda: None  # type: ignore[method-assign]
     trainer.train()
 

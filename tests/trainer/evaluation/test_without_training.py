@@ -73,7 +73,7 @@ class Sentences:
 
 
 def predicted(directory: str, backend: str = "ddp") -> dict[str, Any]:
-    """What a module predicts of different lengths, in each of the three forms; as plain lists."""
+    """Predictions of different lengths, in each of the three forms; as plain lists."""
     # a training batch that two processes cannot share does not matter here
     trainer = ts.Trainer(Rows(), arguments(directory, backend=backend, val_batch_size=2, train_batch_size=7))
     listed = trainer.predict(Sentences())
@@ -220,20 +220,20 @@ def test_a_pad_value_that_the_dtype_does_not_hold_is_refused(pad_value: Any, con
 
     trainer = ts.Trainer(Converted(), arguments(tmp_path))
     rows = [torch.ones(length) for length in LENGTHS]
-    with pytest.raises(ts.ModuleContractError, match=r"pad_value=.* with tensors of torch\..*cannot hold it"):
+    with pytest.raises(ts.ModuleContractError, match=r"pad_value=.* with tensors of torch\..*cannot represent it"):
         trainer.predict(rows, batch_size=2, collate_fn=pad, pad_value=pad_value)
 
 
 def test_data_and_batch_sizes_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     trainer = ts.Trainer(Rows(), arguments(tmp_path))
-    with pytest.raises(ts.ConfigurationError, match="gave None in the place of data"):
+    with pytest.raises(ts.ConfigurationError, match="gave None instead of data"):
         trainer.predict(None)
     with pytest.raises(ts.ModuleContractError, match="returned str under 'default'"):
         trainer.predict("train.csv")
     for size in (0, -2, 2.5, True):
-        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write a whole number"):
+        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write an integer of at least 1"):
             trainer.predict([torch.ones(1)], batch_size=size)
-        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write a whole number"):
+        with pytest.raises(ts.ConfigurationError, match=f"batch_size={size}: write an integer of at least 1"):
             trainer.validate(batch_size=size)
 
 
@@ -253,11 +253,11 @@ def test_lists_with_an_item_for_each_sample_are_told_the_way(tmp_path: Path) -> 
             return [str(row) for row in batch]
 
     trainer = ts.Trainer(Texts(), arguments(tmp_path))
-    with pytest.raises(ts.ModuleContractError, match=r"If it has one for each sample, read predict\(\.\.\., stream"):
+    with pytest.raises(ts.ModuleContractError, match=r"If it has one for each sample, use predict\(\.\.\., stream"):
         trainer.predict(TensorDataset(torch.ones(5)), batch_size=2, collate_fn=lambda rows: [row[0] for row in rows])
 
 
-def test_averaged_weights_of_a_checkpoint_that_nobody_evaluates_are_named(
+def test_averaged_weights_of_a_checkpoint_that_are_not_evaluated_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def made(resume: Any, *callbacks: Any) -> ts.Trainer:

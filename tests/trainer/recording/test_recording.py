@@ -199,7 +199,7 @@ def test_an_evaluation_writes_no_log(tmp_path: Path) -> None:
     assert ranks_of(tmp_path) == []
 
 
-def test_the_description_of_the_start_says_what_the_bits_depend_on(tmp_path: Path) -> None:
+def test_the_description_of_the_start_names_everything_that_the_bits_depend_on(tmp_path: Path) -> None:
     module = Classifier(numbers(24))
     before = digest_tensors(module.parameters())
     train(module, tmp_path, epochs=2, seed=5, **WRITES, **SAVES)

@@ -48,7 +48,7 @@ def run(folder: Path, fails_at: int = 0, *, factor: float = 1.0, **changes: Any)
 
 
 def test_a_resumed_run_has_the_record_of_an_unbroken_one(tmp_path: Path) -> None:
-    """It fails after step 6 was recorded, in an epoch of 5 steps, and goes on from step 5; and once more from 8."""
+    """It fails after step 6 was recorded, in an epoch of 5 steps, and continues from step 5; and once more from 8."""
     run(tmp_path / "whole")
     run(tmp_path / "broken", 8)
     run(tmp_path / "broken", 10, resume=True)
@@ -104,7 +104,7 @@ def test_a_cut_tail_contradicts_the_checkpoints_after_it(tmp_path: Path, caplog:
     assert [one.partition("(global step ")[2][:1] for one in found] == ["5", "8"]
 
     run(tmp_path, resume=True)
-    assert "lacks blocks that it had when the checkpoint was taken" in caplog.text
+    assert "lacks blocks that it had when the resumed checkpoint was written" in caplog.text
     (said,) = read_step_log(tmp_path).contradictions
     assert "segment 1 resumed a checkpoint of global step 8" in said
 
@@ -118,14 +118,14 @@ def test_a_write_that_a_kill_has_torn_is_cut_at_the_next_start(
     os.truncate(path, size - 3)
     run(tmp_path, resume=True)
     log = read_step_log(tmp_path)
-    assert "is continued from its intact part" in caplog.text
+    assert "is continued after its intact part" in caplog.text
     assert (log.damage, log.contradictions) == (None, [])
     assert log.segments[1].cut is not None
     assert log.entries["step"].tolist() == list(range(1, 11))
     assert path.with_suffix(".cut-1").exists()
 
 
-def test_a_run_that_continues_another_in_a_new_folder_has_a_log_of_its_own(tmp_path: Path) -> None:
+def test_a_run_that_continues_another_in_a_new_folder_has_its_own_log(tmp_path: Path) -> None:
     run(tmp_path / "first", 8)
     run(tmp_path / "second", resume=str(tmp_path / "first" / "checkpoints"))
     log = read_step_log(tmp_path / "second")

@@ -65,7 +65,7 @@ def test_every_part_may_be_anything(facts: dict[str, Any], tmp_path: Path, capsy
     for values in variants(facts):
         (tmp_path / "run.json").write_text(json.dumps(values))
         for command in (["report", str(tmp_path)], ["interrupted", str(tmp_path)]):
-            codes.add(main(command))  # which raises what is not the library's own
+            codes.add(main(command))  # which raises errors that are not the library's own
         said = capsys.readouterr()
         assert "Traceback" not in said.err
         assert len(said.err.splitlines()) <= 2
@@ -113,7 +113,7 @@ def test_hostile_lines_are_passed_over(tmp_path: Path) -> None:
     assert ts.read_history(tmp_path).get_metric_names() == {"good"}
 
 
-def test_a_resumed_run_puts_a_broken_report_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_renames_a_broken_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path)
     (tmp_path / "run.json").write_text("[" * 100_000)
     train(tmp_path, resume=True, epochs=2)

@@ -1,4 +1,4 @@
-"""A report as a reader sees it: in a real browser, by pixels, by the document and by what it asks the network for."""
+"""A report as a reader sees it: in a real browser, by pixels, by the document and by its network requests."""
 
 from __future__ import annotations
 

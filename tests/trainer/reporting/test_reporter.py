@@ -1,4 +1,4 @@
-"""What one sees of a run."""
+"""The output of a run."""
 
 from __future__ import annotations
 

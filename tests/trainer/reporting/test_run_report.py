@@ -1,4 +1,4 @@
-"""The report that a run leaves behind, whatever ends it."""
+"""The report of a run, for each kind of end."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class TestOneRun:
 
 
 class TestEndings:
-    def test_a_failed_run_says_why_and_shows_what_there_is(self, tmp_path: Path) -> None:
+    def test_a_failed_run_says_why_and_shows_its_records(self, tmp_path: Path) -> None:
         with pytest.raises(KeyError):
             report(tmp_path, Fails(by=KeyError("<labels>"), validate=True))
         text = text_of(tmp_path / "report.html")
@@ -126,16 +126,14 @@ class TestEndings:
         assert [run.curves["train/loss"][0].tolist() for run in [read_run(tmp_path, "")]] == [[1, 2, 3, 4, 5, 6]]
         assert " train/loss " in text
 
-    def test_what_waits_on_a_device_that_failed_is_not_read(self) -> None:
+    def test_values_on_a_failed_device_are_not_read(self) -> None:
         history = ts.RunHistory()
         history.update_metric("before", 1.0, step=1)
         history.update_metric("waits", torch.tensor(2.0), step=1)
         assert set(history.all_arrays(read_device=False)) == {"before"}
         assert set(history.all_arrays()) == {"before", "waits"}
 
-    def test_a_stopped_and_a_preempted_run_say_so_and_a_resumed_one_goes_on_with_the_report(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_stopped_and_a_preempted_run_say_so_and_a_resumed_one_continues_the_report(self, tmp_path: Path) -> None:
         made: dict[str, Any] = {"epochs": 2, "log_every": 1, "writers": ["csv"], "checkpointer_args": SAVING}
         with pytest.raises(ts.Preempted):
             train(Fails(by=signal.SIGTERM), tmp_path, **made)
@@ -153,7 +151,7 @@ class TestEndings:
         assert "Fails stopped" in text
         assert "good enough" in text
 
-    def test_a_killed_run_has_what_a_page_can_be_made_of(self, tmp_path: Path) -> None:
+    def test_a_killed_run_has_enough_for_a_page(self, tmp_path: Path) -> None:
         report(tmp_path)
         facts = json.loads((tmp_path / "run.json").read_text())
         facts["sessions"][0] |= {"status": "running", "seconds": None, "last_step": None, "samples": []}
@@ -174,7 +172,7 @@ def test_a_page_of_very_many_metrics_draws_some_and_says_so() -> None:
 
 @pytest.mark.parametrize("logged", [False, True])
 def test_the_training_loss_of_a_private_run_is_not_shown(logged: bool, tmp_path: Path) -> None:
-    """Also not where it was logged, for a report is what one passes on."""
+    """Also not where it was logged: a report is passed on to others."""
     privacy = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp", log_train_loss=logged)
     text = report(
         tmp_path,
@@ -189,7 +187,7 @@ def test_the_training_loss_of_a_private_run_is_not_shown(logged: bool, tmp_path:
     assert "-differentially private for one item of the training data set." in text
 
 
-def test_the_message_of_what_ended_a_private_run_is_not_shown(tmp_path: Path) -> None:
+def test_the_message_of_the_error_that_ended_a_private_run_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loss"):
         report(tmp_path, Fails(by=ValueError("the loss is 1.234")), backend="sp-dp")
     assert "1.234" not in (tmp_path / "report.html").read_text()

@@ -148,7 +148,7 @@ def test_a_resumed_run_does_not_say_it_again(tmp_path: Path, caplog: Logs) -> No
 
 
 class Changes(ts.Callback):
-    """Halves the rate after each step, as a hook may, and notes what each step used."""
+    """Halves the rate after each step, as a hook may, and notes the rate of each step."""
 
     def __init__(self, by_hand: bool) -> None:
         self.used, self.by_hand = list[float](), by_hand

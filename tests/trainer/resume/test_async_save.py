@@ -1,4 +1,4 @@
-"""Training while checkpoints are written beside it."""
+"""Training while checkpoints are written in the background."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WaitsForFailure(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_a_failure_is_raised_at_the_next_step_boundary_and_the_run_can_go_on(
+def test_a_failure_is_raised_at_the_next_step_boundary_and_the_run_can_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = WaitsForFailure()
@@ -87,11 +87,11 @@ def test_a_failure_that_comes_while_the_loop_attends_to_something_is_not_lost(
     run = trainer._ready()
     look = run.stopper.is_due
 
-    def fails_meanwhile(step: int) -> bool:
+    def fails_first(step: int) -> bool:
         trainer.checkpointer._background.wake()  # type: ignore[attr-defined]
         return look(step)
 
-    monkeypatch.setattr(run.stopper, "is_due", fails_meanwhile)
+    monkeypatch.setattr(run.stopper, "is_due", fails_first)
     trainer.train()
     assert asked == [1, 2, 3, 4, 5, 6]
 
@@ -118,7 +118,7 @@ def test_when_train_returns_all_is_on_the_disk(tmp_path: Path, monkeypatch: pyte
     assert steps_saved(tmp_path) == [3, 6]
     assert not writers()
     trainer.save_checkpoint(force=True)
-    assert not writers(), "outside of train nobody would wait for it"
+    assert not writers(), "outside of train no call would wait for it"
 
 
 def test_a_failure_at_the_very_end_is_raised_and_train_saves_again(
@@ -140,7 +140,7 @@ class Interrupted(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_an_interrupt_lets_the_save_under_way_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_lets_the_running_save_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, sync_file = threading.Event(), filesystem.sync_file
 
     def slow(handle: Any) -> None:
@@ -159,12 +159,12 @@ def test_an_interrupt_lets_the_save_under_way_finish(tmp_path: Path, monkeypatch
 def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, go_on, write = threading.Event(), threading.Event(), filesystem.write
+    reached, may_continue, write = threading.Event(), threading.Event(), filesystem.write
 
     def held(handle: Any, data: Any) -> None:
         if "-begin-" not in handle.name:
             reached.set()
-            assert go_on.wait(20)
+            assert may_continue.wait(20)
         write(handle, data)
 
     def interrupted() -> None:
@@ -178,19 +178,19 @@ def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
         with pytest.raises(KeyboardInterrupt, match="the second"):
             trainer.train()
     assert len(writers()) == 1, "it did not wait"
-    go_on.set()
+    may_continue.set()
     trainer.checkpointer.finish()
     left = [path.name for path in (tmp_path / "checkpoints").iterdir() if ".lease-" not in path.name]
     assert left == ["checkpoint-begin-000000001"]
 
 
 def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on, deletes = threading.Event(), threading.Event(), retention.Retention.apply
+    reached, may_continue, deletes = threading.Event(), threading.Event(), retention.Retention.apply
 
     def held(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             reached.set()
-            assert go_on.wait(20)
+            assert may_continue.wait(20)
         deletes(*args)
 
     monkeypatch.setattr(retention.Retention, "apply", held)
@@ -202,7 +202,7 @@ def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, mo
     begins.start()
     begins.join(0.05)
     assert begins.is_alive()
-    go_on.set()
+    may_continue.set()
     begins.join(20)
     assert not writers()
     with pytest.raises(ts.CheckpointNotFoundError):
@@ -228,7 +228,9 @@ def test_train_refuses_to_run_inside_itself(tmp_path: Path) -> None:
     assert ended.global_steps_finished == 6
 
 
-def test_a_failure_beside_another_exception_is_noted_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_together_with_another_exception_becomes_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing_once(monkeypatch)
     trainer = ts.Trainer(Interrupted(), arguments(tmp_path, checkpointer_args=saving()))
     for look in ("watch", "poll"):  # the failure is not seen before the end, also where it comes within step 3

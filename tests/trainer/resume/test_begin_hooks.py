@@ -1,4 +1,4 @@
-"""What begins a training or an epoch acts once on the state of a run, however often the run is interrupted."""
+"""Begin hooks of a training or an epoch act once on the state of a run, however often it is interrupted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None
 
 
 class OwnForm(torch.optim.SGD):
-    """An optimizer with a `state_dict` of its own."""
+    """An optimizer with its own `state_dict`."""
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict()

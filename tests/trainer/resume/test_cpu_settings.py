@@ -1,4 +1,4 @@
-"""The order in which torch adds on the CPU is a part of what an exact resume depends on."""
+"""An exact resume depends on the order in which torch adds on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def go_on(folder: Path, epochs: int, **changes: Any) -> ts.Trainer:
+def train_to(folder: Path, epochs: int, **changes: Any) -> ts.Trainer:
     return train(Classifier(numbers(16)), folder, epochs=epochs, checkpointer_args=SAVING, **changes)
 
 
@@ -36,7 +36,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.usefixtures("threads")
 def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.set_num_threads(2)
-    trained = go_on(tmp_path, 1)
+    trained = train_to(tmp_path, 1)
     manifest = read_manifest(ts.list_checkpoints(tmp_path / "checkpoints")[0].path)
     kept = manifest.metadata["start"]["environment"]
     assert {name: text for name, text in kept.items() if name.startswith("cpu ")} == {
@@ -47,19 +47,19 @@ def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.L
     trained.export(tmp_path / "export")
     assert "start" not in read_manifest(tmp_path / "export").metadata
 
-    go_on(tmp_path, 2, resume=True)
+    train_to(tmp_path, 2, resume=True)
     assert warnings_in(caplog) == []
     torch.set_num_threads(1)
-    go_on(tmp_path, 3, resume=True)
+    train_to(tmp_path, 3, resume=True)
     [said] = warnings_in(caplog)
     assert re.search(r"environment\.cpu threads +2 +1 +same samples, other bits", said)
     assert "To keep the saved values: set OMP_NUM_THREADS=2." in said
 
 
 def test_another_cpu_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on(tmp_path, 1)
+    train_to(tmp_path, 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
-    go_on(tmp_path, 2, resume=True)
+    train_to(tmp_path, 2, resume=True)
     assert re.search(r"environment\.cpu capability +\w+ +VSX +same samples, other bits", warnings_in(caplog)[0])
 
 
@@ -67,9 +67,9 @@ def test_a_checkpoint_without_settings_is_resumed_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainstack.trainer.resume.checkpoint_states.START", "before there was one")
-    go_on(tmp_path, 1)
+    train_to(tmp_path, 1)
     monkeypatch.undo()
-    go_on(tmp_path, 2, resume=True)
+    train_to(tmp_path, 2, resume=True)
     assert warnings_in(caplog) == []
 
 

@@ -36,7 +36,7 @@ def steps_saved(directory: Path) -> list[int | None]:
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["0", "1", "half", "size-1", "a bit"])
-def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+def test_the_run_continues_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     unbroken = train(made(), tmp_path, checkpointer_args=saving())
@@ -63,7 +63,7 @@ def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("at", ["open_new", "write", "sync_file", "rename"])
-def test_a_disk_that_is_full_ends_the_run_with_a_sentence_and_the_run_goes_on_when_there_is_room(
+def test_a_full_disk_ends_the_run_with_a_sentence_and_the_run_continues_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, at: str
 ) -> None:
     unbroken = train(made(), tmp_path / "unbroken")

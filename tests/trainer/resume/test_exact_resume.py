@@ -50,7 +50,7 @@ SAVING_HOOKS = [
 
 
 @pytest.mark.parametrize("hook", SAVING_HOOKS)
-def test_a_checkpoint_asked_for_in_any_hook_goes_on_exactly(hook: str, tmp_path: Path) -> None:
+def test_a_checkpoint_saved_in_any_hook_continues_exactly(hook: str, tmp_path: Path) -> None:
     class Saving(Classifier):
         trainer: Any = None
         calls = 0
@@ -86,7 +86,7 @@ def test_a_checkpoint_asked_for_in_any_hook_goes_on_exactly(hook: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", ["hook", "data", "weighted sampler"])
-def test_what_an_epoch_draws_at_its_start_is_drawn_again_on_resume(kind: str, tmp_path: Path) -> None:
+def test_numbers_that_an_epoch_draws_at_its_start_are_drawn_again_on_resume(kind: str, tmp_path: Path) -> None:
     class Draws(Classifier):
         stop_at: int | None = None
 
@@ -139,7 +139,7 @@ def test_killed_during_validation_a_run_can_be_resumed(tmp_path: Path, caplog: p
     module.fails = False
     train(module, tmp_path, checkpointer_args=saving, resume=True, epochs=2)
 
-    assert "on_end_train_epoch is left out" in caplog.text
+    assert "on_end_train_epoch is not called" in caplog.text
 
 
 def test_a_resume_that_is_refused_stays_refused(tmp_path: Path) -> None:

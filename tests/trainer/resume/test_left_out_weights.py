@@ -112,7 +112,7 @@ def test_a_run_that_is_resumed_twice_has_the_same_bits(
     assert repr(one.callback_states) == repr(other.callback_states)
 
 
-def test_what_has_changed_is_kept_and_the_manifest_names_the_rest(tmp_path: Path) -> None:
+def test_changed_weights_are_kept_and_the_manifest_names_the_rest(tmp_path: Path) -> None:
     buffers = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     trainer = train(tmp_path / "net", 1)
     checkpoint = last(trainer)

@@ -106,7 +106,7 @@ def test_ancestors_are_found_deleted_or_replaced(tmp_path: Path) -> None:
 
 
 def _rename(path: Path, name: str) -> None:
-    """Write the manifest at `path` anew, under another name and with the right hash."""
+    """Write the manifest at `path` again, under another name and with the right hash."""
     import dataclasses
 
     from trainstack.checkpointing import manifest

@@ -1,4 +1,4 @@
-"""What `state_dict` leaves out of a module and its callbacks is restored with the run."""
+"""State of a module and its callbacks outside of `state_dict` is restored with the run."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Reshapes(Small):
 
 
 class Wide(Small):
-    """The weights of a layer are too large for a checkpoint to keep what they were when the epoch began."""
+    """The weights of a layer are too large for a checkpoint to keep their values at the start of the epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_constant_tables_are_not_stored_and_new_code_decides_on_them(tmp_path: P
 def test_weights_and_exports_need_none_of_it(tmp_path: Path) -> None:
     train((Averages(), []), tmp_path / "run", STOP_AT)
     checkpoints = tmp_path / "run" / "checkpoints"
-    module = train((Averages(), []), tmp_path / "anew", resume=str(checkpoints), resume_mode="weights", max_steps=1)
+    module = train((Averages(), []), tmp_path / "new", resume=str(checkpoints), resume_mode="weights", max_steps=1)
 
     assert module.net[1].count[0] == 1
     ts.export_model(module, tmp_path / "export")

@@ -1,4 +1,4 @@
-"""States of optimizers and schedulers belong to parameters by their names, whatever the order."""
+"""States of optimizers and schedulers belong to parameters by their names, in any order."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_parameters_that_joined_during_training_join_again() -> None:
     assert restored.get_state()["optimizers"][0]["joined"] == ["b", "c"]
 
 
-def test_a_parameter_that_is_left_out_since_is_no_parameter_that_joins() -> None:
+def test_a_parameter_that_was_left_out_does_not_count_as_a_new_one() -> None:
     module = Vectors(("a", "b"))
     saved = saved_of([["a", "b"]])
     with pytest.raises(ts.CheckpointMismatchError, match=r"optimizer 0 \(AdamW\) lacks: b"):
@@ -302,7 +302,7 @@ class Own(torch.optim.SGD):
 
 
 class WithExtra(torch.optim.SGD):
-    """The form of torch, and a list beside it."""
+    """The form of torch, and a list in addition."""
 
     def state_dict(self) -> Any:
         return {**super().state_dict(), "slow": [torch.zeros(4), torch.ones(4)], "count": 3}
@@ -328,7 +328,7 @@ def test_a_state_that_fits_one_order_only_is_kept_for_that_order(kind: type[torc
 
     saved = saved_of([["a", "b"]], make)
     message = refusal(saved, [["b", "a"]], make)
-    assert "keeps its state in the order of its parameters, and that is another one now" in message
+    assert "stores its state in the order of its parameters, and the order has changed" in message
     assert "Checkpoint: a, b. Now: b, a." in message
     module = Vectors(("a", "b"))
     optimizer = make(groups_of(module, [["a", "b"]]))
@@ -359,7 +359,7 @@ class Scaled(torch.optim.SGD):
 def test_an_own_optimizer_that_counts_positions_is_kept_for_its_order(kind: type[torch.optim.SGD]) -> None:
     saved = saved_of([["a", "b", "c"]], kind)
     message = refusal(saved, [["c", "a", "b"]], kind)
-    assert "keeps its state in the order of its parameters, and that is another one now" in message
+    assert "stores its state in the order of its parameters, and the order has changed" in message
     assert "Checkpoint: a, b, c. Now: c, a, b." in message
 
 

@@ -57,7 +57,7 @@ def test_other_samples_at_a_resume_are_named(
 
 
 @pytest.mark.parametrize("dataset", [numbers(41), Noisy(), OwnNoise(), Unlike()], ids=lambda data: type(data).__name__)
-def test_the_same_samples_are_no_warning(tmp_path: Path, dataset: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_samples_cause_no_warning(tmp_path: Path, dataset: Any, caplog: pytest.LogCaptureFixture) -> None:
     again = type(dataset)() if not isinstance(dataset, TensorDataset) else numbers(41)
 
     assert not resumed(tmp_path, dataset, again, caplog)
@@ -96,7 +96,7 @@ class Curriculum(Classifier):
 
 
 @pytest.mark.parametrize("place", ["hook", "loader", "step"])
-def test_samples_that_the_state_chooses_are_no_warning(
+def test_samples_that_the_state_chooses_cause_no_warning(
     place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)

@@ -1,4 +1,4 @@
-"""What differs between ranks is kept for each rank and given back to it."""
+"""State that differs between ranks is kept for each rank and restored there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Replayed(Communicator):
 
 
 class Recorder(Communicator):
-    """A rank that is told that all differ; it keeps what it sends."""
+    """A rank that is told that all differ; it keeps its messages."""
 
     size = 2
 
@@ -82,7 +82,7 @@ W = torch.ones(2)
         ),
     ],
 )
-def test_leaves_are_compared_bit_by_bit_whatever_the_order_of_sets(mine: Any, theirs: Any, expected: Any) -> None:
+def test_leaves_are_compared_bit_by_bit_in_any_order_of_sets(mine: Any, theirs: Any, expected: Any) -> None:
     assert places(mine, {"module": theirs}) == expected
 
 
@@ -133,7 +133,7 @@ def test_a_checkpointer_that_loses_the_states_of_the_ranks_is_named(tmp_path: Pa
         checkpoint.trainer_state["differing"] = ["module.noise"]
 
     trainer.train()
-    with pytest.raises(ts.CheckpointMismatchError, match=r"module\.noise; and DefaultCheckpointer has not kept"):
+    with pytest.raises(ts.CheckpointMismatchError, match=r"module\.noise; and DefaultCheckpointer has not stored"):
         _ = ts.Trainer(Classifier(), arguments(tmp_path, resume=True, checkpointer_args=saving)).plan
 
 
@@ -178,7 +178,7 @@ def test_a_state_that_a_hook_makes_is_looked_at_when_it_is_there(tmp_path: Path)
 
 
 class Draws(Classifier):
-    """Noise of a generator that nobody saves; one of the operating system beside it."""
+    """Noise of a generator that is not saved; and one of the operating system."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__(optimizer=torch.optim.AdamW)
@@ -203,7 +203,7 @@ def test_generators_of_a_module_are_saved_unasked(tmp_path: Path, caplog: pytest
     renamed.moved = renamed.noise
     del renamed.noise
     _ = ts.Trainer(renamed, arguments(tmp_path / "cut", checkpointer_args=saving, resume=True)).plan
-    assert "do not hold the random generators that they held" in caplog.text
+    assert "have other random generators than when the checkpoint was written" in caplog.text
     assert "moved[0], noise[0]" in caplog.text
 
 

@@ -63,7 +63,7 @@ def start(local: Path | None, *, callbacks: Any = (), module: Any = None, **chan
 
 
 class Fails(ts.Callback):
-    """The machine is lost after a step; what is under way ends, so that the test knows what was uploaded."""
+    """The machine is lost after a step; running uploads end, so that the test knows the uploaded files."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -184,7 +184,7 @@ def test_uploads_that_fail_for_a_while_are_tried_again(
     assert check_all_intact(RUN, tmp_path / "check") == 4
 
 
-def test_what_cannot_be_uploaded_is_an_error_at_the_end_and_the_next_start_uploads_it(tmp_path: Path) -> None:
+def test_a_failed_upload_is_an_error_at_the_end_and_the_next_start_uploads_it(tmp_path: Path) -> None:
     patched = pytest.MonkeyPatch()
     fail_writes(patched, lambda name, args: name == "upload")
     with pytest.raises(ts.CheckpointError, match=rf"not everything was uploaded to {RUN}: the connection was reset"):
@@ -194,16 +194,14 @@ def test_what_cannot_be_uploaded_is_an_error_at_the_end_and_the_next_start_uploa
     facts = json.loads((tmp_path / "one" / "run.json").read_text())["sessions"][-1]
     assert facts["status"] == "failed"
     assert "not everything was uploaded" in facts["reason"]
-    assert json.loads(ObjectStore(RUN).read(RECORD))["saved"] is False  # else nobody could begin here any more
+    assert json.loads(ObjectStore(RUN).read(RECORD))["saved"] is False  # else no run could begin here again
     assert (tmp_path / "one" / "checkpoints" / "checkpoint-000000008").is_dir()
     start(tmp_path / "one")
     assert places(RUN)[-1] == "checkpoint-model-000000008"
     assert json.loads(ObjectStore(RUN).read(RECORD))["finished"] is True
 
 
-def test_a_copy_that_another_machine_has_overtaken_is_put_aside(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_that_another_machine_has_overtaken_is_renamed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lose(tmp_path / "one", 3)
     patched = pytest.MonkeyPatch()
     fail_writes(patched, lambda name, args: name == "upload")
@@ -216,8 +214,8 @@ def test_a_copy_that_another_machine_has_overtaken_is_put_aside(
     assert two.global_steps_finished == 5
     one = start(tmp_path / "one")
     assert "has checkpoints that were not uploaded, and is not continued" in caplog.text
-    aside = next(path for path in tmp_path.iterdir() if path.name.startswith("one.aside-"))
-    assert (aside / "checkpoints" / "checkpoint-000000006").is_dir()
+    renamed = next(path for path in tmp_path.iterdir() if path.name.startswith("one.aside-"))
+    assert (renamed / "checkpoints" / "checkpoint-000000006").is_dir()
     assert torch.equal(weights(one.module), weights(start(tmp_path / "w", output_dir="memory://bucket/w").module))
 
 
@@ -301,7 +299,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_together_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_exclude_each_other_are_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     changes, words = REFUSED[case]
     with pytest.raises(ts.ConfigurationError, match=words):
@@ -321,7 +321,7 @@ def test_a_signal_leaves_everything_in_the_store(tmp_path: Path) -> None:
     assert start(tmp_path / "two").global_steps_finished == 8
 
 
-def test_a_trainer_trains_again_unless_another_has_gone_on(tmp_path: Path) -> None:
+def test_a_trainer_trains_again_unless_another_has_continued(tmp_path: Path) -> None:
     trainer = start(tmp_path / "one")
     trainer.train(epochs=3)
     assert "checkpoint-000000012" in places(RUN)

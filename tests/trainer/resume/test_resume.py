@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_a_fresh_process(*args: object) -> Any:
-    """Run tests/helpers/resume_run.py; what it prints as its last line, from JSON."""
+    """Run tests/helpers/resume_run.py; returns its last line of output, from JSON."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.helpers.resume_run", *map(str, args)],
         cwd=ROOT,
@@ -83,7 +83,7 @@ def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
     assert resumed.global_steps_finished == unbroken.global_steps_finished == 6
 
 
-def test_a_run_never_goes_on_from_another_run_in_the_same_folder(tmp_path: Path) -> None:
+def test_a_run_never_continues_another_run_of_the_same_folder(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     earlier = train(Classifier(seed=1), tmp_path, checkpointer_args=saving)
     named = train(
@@ -120,7 +120,7 @@ def test_looking_at_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("T7", "PMT-10", "FN-34")
-def test_a_finished_run_goes_on_to_more_epochs(tmp_path: Path) -> None:
+def test_a_finished_run_continues_to_more_epochs(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     first = train(Classifier(), tmp_path, epochs=3, checkpointer_args=saving)
     checkpoints = tmp_path / "checkpoints"
@@ -156,7 +156,7 @@ def test_auto_continues_no_run_of_other_settings(lr: float, seed: int, said: str
 
 
 @pytest.mark.spec("PMT-16")
-def test_optimizers_and_schedulers_can_start_anew(tmp_path: Path) -> None:
+def test_optimizers_and_schedulers_can_start_from_the_beginning(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Classifier(scheduler=True), tmp_path, checkpointer_args=saving)
     module = Classifier(scheduler=True, optimizer=torch.optim.AdamW)
@@ -265,7 +265,7 @@ class TestWhatDoesNotFit:
         resumed = train(InOrder("foreign"), tmp_path, checkpointer_args=self.saving, resume=True, epochs=2)
         assert resumed.global_steps_finished == 12
 
-    def test_a_checkpoint_that_does_not_tell_its_order_is_gone_on_from(self, tmp_path: Path) -> None:
+    def test_a_run_continues_from_a_checkpoint_without_an_order(self, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train(InOrder("shuffled", 3), tmp_path, checkpointer_args=self.saving)
         checkpoint = ts.read_checkpoint(ts.list_checkpoints(tmp_path / "checkpoints")[-1].path)

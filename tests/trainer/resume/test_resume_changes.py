@@ -1,4 +1,4 @@
-"""What has changed at a resume: the table, its effects, its record, and `strict_resume`."""
+"""The table of changes at a resume, its effects, its record, and `strict_resume`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_effects(name: str, values: tuple[str, str], effect: Effect) -> None:
     assert effect_of(name, *values) is effect
 
 
-def test_a_section_that_one_side_lacks_is_no_change() -> None:
+def test_a_section_that_one_side_lacks_does_not_count_as_a_change() -> None:
     saved = {"arguments.max_grad_norm": "1.0", "environment.torch": "2.13"}
 
     assert changes_between(saved, {"environment.torch": "2.13"}) == []
@@ -145,8 +145,8 @@ def edited_versions(folder: Path, name: str, text: str) -> Path:
         (
             Classifier,
             {"reset_optimizers_schedulers": True},
-            [("optimizers", "as saved", "made anew", "another run")],
-            "leave reset_optimizers_schedulers out",
+            [("optimizers", "as saved", "new", "another run")],
+            "remove reset_optimizers_schedulers",
         ),
         (
             lambda: Classifier(lr=0.2),
@@ -202,7 +202,7 @@ def test_edited_code_is_named_by_its_method(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.text.count("  code.") == 1
 
 
-def test_what_keeps_the_bits_is_not_refused(tmp_path: Path) -> None:
+def test_a_change_that_keeps_the_bits_is_not_refused(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, **SAVING)
 
     resumed(tmp_path, Classifier(), strict_resume=True, log_every=3, handle_signals=False)

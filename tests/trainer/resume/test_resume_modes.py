@@ -1,4 +1,4 @@
-"""What a run takes from a checkpoint, and from weights without one."""
+"""The states that a run takes from a checkpoint, and from weights without one."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ class TestStateThatMustSurvive:
         for backend in ("sp", "sp-ledger"):
             with pytest.raises(ts.CheckpointMismatchError, match=r"'weights' would lose the state of \['ledger'\]"):
                 train(Classifier(), tmp_path / "new", backend=backend, resume=path, resume_mode="weights")
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path)
-            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*name an export"):
+            with pytest.raises(ts.CheckpointMismatchError, match=r"without the state of \['ledger'\].*write an export"):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=path.with_name("last"))
         with pytest.raises(ts.CheckpointMismatchError, match=r"state for \['ledger'\]"):
             train(Classifier(), tmp_path / "new", resume=path, resume_mode="weights_and_optimizer")
@@ -196,7 +196,7 @@ class TestWarmStart:
 
         assert again.warm_start_report is None
         assert torch.equal(weights(again.module), weights(fresh.module))
-        assert f"init_weights_from='{path}' is not used: the run goes on from a checkpoint." in caplog.text
+        assert f"init_weights_from='{path}' is not used: the run resumes from a checkpoint." in caplog.text
 
     def test_a_pickle_is_answered_with_the_call_that_reads_it(self, tmp_path: Path) -> None:
         source = Classifier(seed=8)
@@ -210,7 +210,7 @@ class TestWarmStart:
         assert trainer.plan is not None
         assert torch.equal(weights(trainer.module), weights(source))
 
-    def test_a_file_of_a_checkpoint_or_beside_files_of_others_is_read(self, tmp_path: Path) -> None:
+    def test_a_file_of_a_checkpoint_or_among_other_files_is_read(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, checkpointer_args=SAVING)
         file = tmp_path / "checkpoints" / "checkpoint-000000006" / "model.safetensors"
         theirs = tmp_path / "theirs"
@@ -283,19 +283,27 @@ class TestMoreAndFewerEpochs:
         assert again.global_steps_finished == 12
         assert torch.equal(weights(again.module), weights(done.module))
         said = capsys.readouterr().out
-        assert "2 epochs are trained already, and epochs=1: nothing is left to do. Write epochs=3 or more to go" in said
-        assert "or resume=False or another output_dir to begin anew." in said
+        assert (
+            "2 epochs are trained already, and epochs=1: nothing is left to do. To continue, write epochs=3 or" in said
+        )
+        assert "To start again, write resume=False or another output_dir." in said
 
     @pytest.mark.parametrize(
         ("first", "said"),
         [
-            ({"epochs": 1}, "1 epoch is trained already, and epochs=1: nothing is left to do. Write epochs=2 or more"),
-            ({"max_steps": 4}, "4 global steps are trained already, and max_steps=4: nothing is left to do. Write max"),
+            (
+                {"epochs": 1},
+                "1 epoch is trained already, and epochs=1: nothing is left to do. To continue, write epochs=2",
+            ),
+            (
+                {"max_steps": 4},
+                "4 global steps are trained already, and max_steps=4: nothing is left to do. To continue,",
+            ),
             ({"epochs": 0}, "epochs=0: there is nothing to train"),
         ],
         ids=str,
     )
-    def test_a_run_that_is_over_says_what_to_write_for_more(
+    def test_a_finished_run_names_the_argument_for_more(
         self, first: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         train(Classifier(), tmp_path, checkpointer_args=SAVING, **first)
@@ -305,7 +313,7 @@ class TestMoreAndFewerEpochs:
 
 @pytest.mark.parametrize("scheduler", [False, True])
 def test_a_resume_on_the_last_batch_of_an_epoch(scheduler: bool, tmp_path: Path) -> None:
-    """The checkpoint stands after the sixth of six steps, before validation and the epoch's end."""
+    """The checkpoint is of the sixth of six steps, before validation and the epoch's end."""
     ended: list[int] = []
 
     class Dies(Classifier):
@@ -330,7 +338,7 @@ def test_a_resume_on_the_last_batch_of_an_epoch(scheduler: bool, tmp_path: Path)
     assert again.history.get_metric_values("val/loss") == unbroken.history.get_metric_values("val/loss")
 
 
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_format_is_refused_with_a_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later:
         later.setattr(manifest, "FORMAT_VERSION", 99)
         train(Classifier(), tmp_path, checkpointer_args=SAVING)
@@ -347,7 +355,7 @@ def test_another_precision_without_a_state_is_said(tmp_path: Path, caplog: pytes
     assert re.search(r"arguments\.backend +'sp' +'sp-bf16' +another run", caplog.text)
 
 
-def test_another_length_of_data_at_an_epochs_end_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_length_of_data_at_an_epochs_end_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from tests.helpers.modules import numbers
 
     train(Classifier(numbers(41)), tmp_path, checkpointer_args=SAVING)

@@ -1,4 +1,4 @@
-"""When a trainer saves, which checkpoints remain, and from which one it goes on."""
+"""When a trainer saves, the checkpoints that remain, and the one from which it continues."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_run_keeps_its_newest_and_best_over_interruptions(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("HZ-06")
-def test_resume_goes_on_from_the_best_or_the_last(tmp_path: Path) -> None:
+def test_resume_continues_from_the_best_or_the_last(tmp_path: Path) -> None:
     keep = saving(keep_last=1, keep_best=1, monitor="val/accuracy")
     train(Scored([0.3, 0.9, 0.5]), tmp_path, epochs=3, checkpointer_args=keep)
     expected = {12: read_checkpoint(tmp_path / "checkpoints" / "checkpoint-000000012").module_interface_state}
@@ -146,7 +146,7 @@ def test_a_pinned_checkpoint_outlives_the_others(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 6, 24]
 
 
-def test_a_metric_that_nobody_logs_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_never_logged_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = saving(every_n_steps=2, keep_last=1, keep_best=1, monitor="val/f1")
     with caplog.at_level(logging.WARNING, "trainstack"):
         train(Classifier(validate=True), tmp_path, epochs=2, checkpointer_args=keep)

@@ -15,7 +15,7 @@ from tests.helpers.workers import checkpoints
 
 class TestSavingWhereOneChooses:
     @pytest.mark.spec("PA-22")
-    def test_a_folder_of_ones_own_is_gone_on_from(self, tmp_path: Path) -> None:
+    def test_a_run_continues_from_a_folder_of_the_user(self, tmp_path: Path) -> None:
         whole = train(Classifier(dropout=0.2, optimizer=torch.optim.AdamW), tmp_path, epochs=1)
         module = Classifier(dropout=0.2, optimizer=torch.optim.AdamW)
         torch.manual_seed(0)

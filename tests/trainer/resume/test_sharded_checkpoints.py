@@ -22,7 +22,7 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_run_goes_on_under_another_backend_and_number_of_ranks(tmp_path: Path, async_save: bool) -> None:
+def test_a_run_continues_under_another_backend_and_number_of_ranks(tmp_path: Path, async_save: bool) -> None:
     """fsdp x 3 -> fsdp x 2 -> sp -> ddp x 2 -> fsdp x 3; only sharded states are written by all ranks."""
     whole = sharded.resumed(str(tmp_path / "whole"), "sp", 24)
 
@@ -108,8 +108,8 @@ def test_ranks_with_other_states_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("async_save", [False, True])
-def test_if_one_rank_is_killed_the_others_end_and_the_run_goes_on(tmp_path: Path, async_save: bool) -> None:
-    """What the killed rank has left is cleared by the next start."""
+def test_if_one_rank_is_killed_the_others_end_and_the_run_continues(tmp_path: Path, async_save: bool) -> None:
+    """The next start removes the files of the killed rank."""
     options: dict[str, Any] = {"directory": str(tmp_path), "async_save": async_save}
     ended = run_world(3, sharded.failing, kind="killed", timeout=60, fresh=True, may_fail=True, **options)
 
@@ -122,7 +122,7 @@ def test_if_one_rank_is_killed_the_others_end_and_the_run_goes_on(tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [2441, *range(100, 120)])
-def test_mixed_models_and_options_go_on_under_other_backends_and_ranks(seed: int, tmp_path: Path) -> None:
+def test_mixed_models_and_options_continue_under_other_backends_and_ranks(seed: int, tmp_path: Path) -> None:
     chain = [("fsdp", 3, 1), ("fsdp", 2, 3), ("sp", 1, 4), ("ddp", 2, 6), ("fsdp", 3, 7)]
     for backend, size, steps in chain:
         given: dict[str, Any] = {"seed": seed, "max_steps": steps}
@@ -140,7 +140,7 @@ def test_mixed_models_and_options_go_on_under_other_backends_and_ranks(seed: int
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(200, 210))
-def test_mixed_models_and_options_go_on_with_the_same_bits(seed: int, tmp_path: Path) -> None:
+def test_mixed_models_and_options_continue_with_the_same_bits(seed: int, tmp_path: Path) -> None:
     given = {"seed": seed, "backend": "fsdp", "replicate": 1 + seed % 2}
     for steps in (2, 5, 7):
         broken = run_world(

@@ -1,4 +1,4 @@
-"""Every component with state is in the checkpoint: the live objects of a run are walked, and asked what they hold."""
+"""Every component with state is in the checkpoint: the live objects of a run are walked, and asked for their state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def state_of(value: Any) -> Any:
-    """What `value` says that it holds; None if it has no state."""
+    """The state that `value` reports; None if it has none."""
     if isinstance(value, LoaderState):
         return value.get_state(within=True)
     if isinstance(value, torch.optim.Optimizer):  # whose parameters a checkpoint names, and `state_dict` numbers

@@ -1,4 +1,4 @@
-"""States are saved and loaded one tensor at a time, whatever happens on the way."""
+"""States are saved and loaded one tensor at a time, also with failures on the way."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_damage_is_found_when_a_checkpoint_is_opened_and_when_it_is_read(checkpo
 
 
 class _Renames(nn.Linear):
-    """Sees what `load_state_dict` is given."""
+    """Notes the argument of `load_state_dict`."""
 
     seen: Any = None
 
@@ -138,7 +138,7 @@ def test_code_of_the_user_gets_ordinary_tensors(kind: Any) -> None:
 
 
 class _Sees(torch.optim.AdamW):
-    """Sees what `load_state_dict` is given, and keeps it."""
+    """Notes the argument of `load_state_dict`, and keeps it."""
 
     seen: Any = None
 
@@ -148,7 +148,7 @@ class _Sees(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, _Sees])
-def test_optimizers_get_ordinary_tensors_of_their_own(kind: Any) -> None:
+def test_optimizers_get_separate_ordinary_tensors(kind: Any) -> None:
     parameter = nn.Parameter(torch.zeros(3, 4))
     optimizer = kind([parameter])
     entry = {"step": torch.tensor(1.0), "exp_avg": deferred(), "exp_avg_sq": deferred()}
@@ -185,7 +185,7 @@ def test_callbacks_get_ordinary_tensors(tmp_path: Path) -> None:
     assert {type(one) for one in keeps.loaded.module_interface_state.values()} == {Tensor}
 
 
-def test_one_process_holds_one_tensor_besides_the_state(tmp_path: Path) -> None:
+def test_one_process_holds_one_tensor_more_than_the_state(tmp_path: Path) -> None:
     found = streamed.bytes_held(str(tmp_path), "sp")
 
     assert (found["step"], found["same"]) == (1, True)
@@ -195,7 +195,7 @@ def test_one_process_holds_one_tensor_besides_the_state(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_ranks_hold_one_tensor_besides_their_state(backend: str, size: int, tmp_path: Path) -> None:
+def test_ranks_hold_one_tensor_more_than_their_state(backend: str, size: int, tmp_path: Path) -> None:
     ranks = run_world(size, streamed.bytes_held, directory=str(tmp_path), backend=backend)
     for rank, found in enumerate(ranks):
         assert (found["step"], found["same"]) == (1, True)
@@ -209,7 +209,7 @@ def test_ranks_hold_one_tensor_besides_their_state(backend: str, size: int, tmp_
 @pytest.mark.parametrize(
     ("backend", "size"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.long)]
 )
-def test_ranks_that_begin_with_weights_hold_one_tensor_besides_the_module(
+def test_ranks_that_begin_with_weights_hold_one_tensor_more_than_the_module(
     backend: str, size: int, how: str, tmp_path: Path
 ) -> None:
     for found in run_world(size, streamed.started, directory=str(tmp_path), backend=backend, how=how):

@@ -1,4 +1,4 @@
-"""What a user keeps beside a run is saved with it."""
+"""The state that a user attaches to a run is saved with it."""
 
 from __future__ import annotations
 

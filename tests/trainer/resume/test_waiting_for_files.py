@@ -47,7 +47,7 @@ def test_the_longest_wait_is_an_argument(tmp_path: Path) -> None:
         rank_zero_timeout_s=2.0,
         fresh=True,
     )
-    assert "rank 1 has waited 2 s for rank 0, which is alive and not done with saving a checkpoint" in other["error"]
+    assert "rank 1 has waited 2 s for rank 0, which is alive and has not finished saving a checkpoint" in other["error"]
     assert "TrainerArguments(rank_zero_timeout_s=...)" in other["error"]
     assert 2 <= other["seconds"] < patience(8)
     assert main["error"].startswith("PeerError: rank 1 failed")

@@ -1,4 +1,4 @@
-"""Ranks compare what must be equal: before the first step, at saves and at the end."""
+"""Ranks compare values that must be equal: before the first step, at saves and at the end."""
 
 from __future__ import annotations
 
@@ -125,10 +125,12 @@ def test_unlike_initial_values_become_those_of_rank_zero_and_are_logged_once(tmp
     alike = run_world(2, agreement.differs, directory=str(tmp_path), case="nothing")
     seeded = run_world(2, agreement.differs, directory=str(tmp_path), case="initial weights", other=7)
 
-    said = [[line for line in rank["logged"] if "other values" in line] for rank in ranks]
+    said = [[line for line in rank["logged"] if "different initial values" in line] for rank in ranks]
     assert [len(lines) for lines in said] == [1, 0]
-    assert said[0][0].startswith("4 of 5 parameters and buffers began with other values on other ranks: net.0.weight,")
-    assert not any("other values" in line for line in alike[0]["logged"])
+    assert said[0][0].startswith(
+        "4 of 5 parameters and buffers had different initial values on the ranks: net.0.weight,"
+    )
+    assert not any("different initial values" in line for line in alike[0]["logged"])
     assert ranks[1]["weights"] == ranks[0]["weights"] == seeded[0]["weights"]
 
 
@@ -154,7 +156,7 @@ def test_samples_of_a_data_set_that_changes_are_a_warning(tmp_path: Path) -> Non
     ranks = run_world(2, agreement.differs, directory=str(tmp_path), case="count and other data")
     coins = run_world(2, agreement.differs, directory=str(tmp_path), case="own coin")
 
-    said = [[line for line in rank["logged"] if "random numbers of its own" in line] for rank in (*ranks, *coins)]
+    said = [[line for line in rank["logged"] if "its own random numbers" in line] for rank in (*ranks, *coins)]
     assert [len(lines) for lines in said] == [1, 0, 0, 0]
     assert said[0][0].startswith("[0] of sample 0 of the training dataset is ")
 

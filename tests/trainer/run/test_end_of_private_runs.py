@@ -1,4 +1,4 @@
-"""What a private run says when it ends, and what its refusals say to write."""
+"""The last messages of a private run, and the corrections in its refusals."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ def test_coarse_parameters_are_named_in_one_sentence(tmp_path: Path) -> None:
     assert str(caught.value).count("torch.bfloat16") == 1
 
 
-def test_a_detached_loss_is_answered_with_what_to_return(tmp_path: Path) -> None:
+def test_a_detached_loss_is_answered_with_the_value_to_return(tmp_path: Path) -> None:
     with pytest.raises(ts.ModuleContractError, match=r"Do not call \.item\(\) or \.detach\(\) on it"):
         ts.Trainer(Detached(), private(tmp_path)).train()

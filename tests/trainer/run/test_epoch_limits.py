@@ -1,4 +1,4 @@
-"""The rest of an epoch left out, fractions of epochs, and what is due by time."""
+"""The rest of an epoch left out, fractions of epochs, and saves that are due by time."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_validation_and_checkpoints_come_by_time(tmp_path: Path) -> None:
     assert 3 <= len(saved) <= 20
 
 
-def test_a_timer_meets_few_times_and_does_not_count_what_is_due() -> None:
+def test_a_timer_meets_few_times_and_does_not_count_due_saves() -> None:
     now, asked = 0.0, 0
 
     class Comm:

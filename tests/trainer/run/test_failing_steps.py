@@ -30,7 +30,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Failing(Classifier):
-    """Fails at the micro-batch that holds `sample` of epoch `epoch`, and remembers what that held."""
+    """Fails at the micro-batch that holds `sample` of epoch `epoch`, and keeps its content."""
 
     def __init__(self, sample: int, epoch: int = 1, **changes: Any) -> None:
         super().__init__(**{"dataset": Numbered(), **changes})
@@ -91,7 +91,7 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int, tmp_path: Path) -
     with pytest.raises(OSError, match="cannot be read") as caught:
         train(module, tmp_path)
     said = str(caught.value) + notes(caught.value)
-    if workers == 0 or hasattr(BaseException, "add_note"):  # what a worker raised comes over as text
+    if workers == 0 or hasattr(BaseException, "add_note"):  # an error of a worker arrives as text
         assert "raised by the data set for sample 11" in said
 
 
@@ -117,7 +117,7 @@ def test_the_batch_of_an_evaluation_that_fails_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["train_step", "val_step", "get_train_dataloader", "batch_weight"])
-def test_stop_training_in_what_is_no_hook_is_answered_with_the_hooks(where: str, tmp_path: Path) -> None:
+def test_stop_training_outside_of_a_hook_is_answered_with_the_hooks(where: str, tmp_path: Path) -> None:
     def stop(*_: Any, **__: Any) -> Any:
         if module.armed:
             raise ts.StopTraining("enough")

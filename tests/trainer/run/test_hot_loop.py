@@ -1,4 +1,4 @@
-"""What the loop must not do: read the device, collect what nobody reads, grow faster than the data."""
+"""The loop must not read the device, collect unused outputs, or grow faster than the data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READERS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
 
 
 class CountsReads(TorchDispatchMode):
-    """Counts what turns a tensor into a Python number, below and above the dispatcher."""
+    """Counts conversions of a tensor into a Python number, below and above the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()

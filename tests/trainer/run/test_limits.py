@@ -75,7 +75,7 @@ def test_a_loader_without_a_length_is_read_as_often_as_it_takes(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("wrong", [0, -3, 1.5, True, "10"])
-def test_what_is_no_number_of_steps_is_refused(wrong: Any) -> None:
+def test_a_value_other_than_a_number_of_steps_is_refused(wrong: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"max_steps=.*whole number of global steps"):
         ts.TrainerArguments(max_steps=wrong)
 
@@ -97,7 +97,7 @@ def test_a_limited_run_resumed_from_any_step_ends_as_if_unbroken(max_steps: int,
 @pytest.mark.spec("FN-34")
 @pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 2}, {"max_steps": 4}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("then", [{"epochs": 3}, {"max_steps": 15}], ids=str)
-def test_train_called_again_goes_on_as_if_it_had_never_ended(
+def test_train_called_again_continues_as_if_it_had_never_ended(
     first: dict[str, Any], then: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
@@ -125,13 +125,13 @@ def test_a_longer_run_may_be_asked_for_before_the_first(tmp_path: Path) -> None:
 class Scheduled(Classifier):
     """Six global steps an epoch, and a schedule for a number of steps."""
 
-    def __init__(self, lay: Callable[[torch.optim.Optimizer, int], Any]) -> None:
+    def __init__(self, make: Callable[[torch.optim.Optimizer, int], Any]) -> None:
         super().__init__()
-        self.lay = lay
+        self.make = make
 
     def get_optimizers_schedulers(self, *_: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return optimizer, self.lay(optimizer, self.plan.total_steps)  # type: ignore[union-attr, arg-type]
+        return optimizer, self.make(optimizer, self.plan.total_steps)  # type: ignore[union-attr, arg-type]
 
 
 ENDS = "it ends before, and the rate of the last update would be 0"
@@ -185,10 +185,10 @@ class Halving:
 def test_a_schedule_that_would_end_before_the_longer_run_is_refused(
     kind: str, longer: dict[str, Any], tmp_path: Path
 ) -> None:
-    lay, what = TOO_SHORT[kind]
-    trainer = train(Scheduled(lay), tmp_path)
+    make, words = TOO_SHORT[kind]
+    trainer = train(Scheduled(make), tmp_path)
     written = "=".join(map(str, *longer.items()))
-    with pytest.raises(ts.ConfigurationError, match=rf"train\({written}\) .*{what}.*Write {written} in TrainerArg"):
+    with pytest.raises(ts.ConfigurationError, match=rf"train\({written}\) .*{words}.*Write {written} in TrainerArg"):
         trainer.train(**longer)
 
     assert (trainer.args.epochs, trainer.args.max_steps, trainer.plan.total_steps) == (1, None, 6)
@@ -197,9 +197,9 @@ def test_a_schedule_that_would_end_before_the_longer_run_is_refused(
 
 
 @pytest.mark.parametrize("kind", LONG_ENOUGH)
-def test_a_schedule_that_leaves_a_rate_goes_on_as_it_was_laid(kind: str, tmp_path: Path) -> None:
-    lay = LONG_ENOUGH[kind]
-    trainer, planned = train(Scheduled(lay), tmp_path), Scheduled(lambda o, n: lay(o, 6))
+def test_a_schedule_that_leaves_a_rate_continues_as_planned(kind: str, tmp_path: Path) -> None:
+    make = LONG_ENOUGH[kind]
+    trainer, planned = train(Scheduled(make), tmp_path), Scheduled(lambda o, n: make(o, 6))
     trainer.train(epochs=3)
     train(planned, tmp_path, epochs=3)
 

@@ -65,7 +65,7 @@ def test_without_accumulation_the_bits_are_those_of_plain_pytorch(tmp_path: Path
 
 
 class Tokens(ts.ModuleInterface):
-    """Sequences of different length; the loss is a mean over the tokens that are no padding."""
+    """Sequences of different length; the loss is a mean over the tokens without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_clipping_by_value_and_by_norm_happens_once_a_step(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
-def test_a_weight_that_is_no_count_is_refused(weight: float, tmp_path: Path) -> None:
+def test_a_weight_other_than_a_count_is_refused(weight: float, tmp_path: Path) -> None:
     module = Tokens()
     module.batch_weight = lambda batch: weight  # type: ignore[method-assign]
 
@@ -178,7 +178,7 @@ def test_losses_that_add_up_to_more_than_a_float_holds_are_an_error(log_every: i
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_exact_sum_of_what_is_no_number_ends(value: float) -> None:
+def test_an_exact_sum_with_nan_or_infinity_ends(value: float) -> None:
     total = ExactSum([1.0])
     with pytest.raises(ts.NonFiniteError, match=f"one is {value}[.]"):
         total.add_all([value, 2.0])

@@ -98,14 +98,14 @@ class TestLearningRateFinder:
         trainer.train()
         assert seen[3] == ((0.0, 0.0) if warms_up else (2.0, 0.5))
 
-    def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
+    def test_a_training_without_a_trial_is_refused(self, tmp_path: Path) -> None:
         class Inside(Classifier):
             def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
                 ts.find_lr(self.trainer)  # type: ignore[arg-type]
 
         module = Inside()
         module.trainer = ts.Trainer(module, arguments(tmp_path))  # type: ignore[assignment]
-        with pytest.raises(ts.ConfigurationError, match="a run is under way"):
+        with pytest.raises(ts.ConfigurationError, match="training is running"):
             module.trainer.train()  # type: ignore[operator, union-attr]
         with pytest.raises(ts.ConfigurationError, match="would spend privacy"):
             ts.find_lr(ts.Trainer(Classifier(), arguments(tmp_path, backend="sp-dp")))

@@ -27,13 +27,13 @@ def test_a_duration_is_a_number_of_seconds_or_a_clocks_reading(value: Any, secon
 
 
 @pytest.mark.parametrize("wrong", [0, -1, float("inf"), float("nan"), True, "90", "1:30", "00:61:00", "1d", "", [1]])
-def test_what_is_no_duration_is_refused(wrong: Any) -> None:
+def test_a_value_other_than_a_duration_is_refused(wrong: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"max_time=.*HH:MM:SS"):
         ts.TrainerArguments(max_time=wrong)
 
 
 @pytest.mark.parametrize("moment", ["in a step", "in a validation", "before the first step"])
-def test_it_ends_like_a_request_with_a_checkpoint_and_the_run_goes_on(
+def test_it_ends_like_a_request_with_a_checkpoint_and_the_run_continues(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[float, Callable[[], None]]] = []
@@ -84,7 +84,7 @@ def test_by_a_real_clock(tmp_path: Path) -> None:
     assert trainer.stop_reason == "max_time=0.1 is over"
 
 
-def test_a_time_in_a_yaml_file_is_no_number_of_base_60(tmp_path: Path) -> None:
+def test_a_time_in_a_yaml_file_is_not_read_as_a_number_of_base_60(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("max_time: 1:00:00:00\nepochs: 3\nlog_every: 0.5\n")
     args = ts.TrainerArguments.from_yaml(path)

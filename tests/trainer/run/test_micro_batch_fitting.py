@@ -44,7 +44,9 @@ class TestFittingTheMicroBatch:
         assert trainer.history.get_metric_names() == plain.history.get_metric_names()
         assert "a micro-batch of 8 does not fit into memory: each step is split into 4 of 2" in caplog.text
 
-    def test_the_trial_of_what_fits_leaves_no_trace(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_the_trial_of_a_fitting_size_leaves_no_trace(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         results = []
         for fit in (False, True):
             torch.manual_seed(1)
@@ -59,7 +61,7 @@ class TestFittingTheMicroBatch:
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             train(Hungry(0), tmp_path, fit_micro_batch=True)
 
-    def test_what_cannot_be_tried_out_is_refused(self, tmp_path: Path) -> None:
+    def test_a_training_without_a_trial_is_refused(self, tmp_path: Path) -> None:
         class Lists(Classifier):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
@@ -70,7 +72,7 @@ class TestFittingTheMicroBatch:
             train(Classifier(), tmp_path, fit_micro_batch=True, backend="sp-dp")
 
     @pytest.mark.distributed
-    def test_all_processes_take_what_fits_on_each(self) -> None:
+    def test_all_processes_take_the_size_that_fits_on_each(self) -> None:
         from tests.helpers.processes import run_world
         from tests.helpers.workers.micro_batch import hungry
 

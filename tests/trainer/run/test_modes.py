@@ -99,7 +99,7 @@ def test_a_forgotten_eval_in_a_hook_ends_with_the_epoch(hook: str, keep: bool, t
     assert module.seen == ([(True,), (False,)] * 3 if hook == "on_end_train_step" else [(True,)] * 6)
 
 
-def test_what_a_hook_sets_when_an_epoch_begins_holds_for_that_epoch(tmp_path: Path) -> None:
+def test_modes_that_a_hook_sets_when_an_epoch_begins_hold_for_that_epoch(tmp_path: Path) -> None:
     class Thaws(Parts):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             if epoch < 2:
@@ -151,7 +151,7 @@ def test_the_search_for_a_rate_trains_in_the_same_modes_and_restores_those_it_fo
     assert not module.net.training
 
 
-def test_a_freezer_keeps_norms_in_eval_mode_in_every_epoch_whatever_a_hook_sets(tmp_path: Path) -> None:
+def test_a_freezer_keeps_norms_in_eval_mode_in_every_epoch_against_hooks(tmp_path: Path) -> None:
     class Trains(ts.SupervisedModule):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             self.train()

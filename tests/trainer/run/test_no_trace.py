@@ -40,7 +40,7 @@ def other_memory(module: Any, value: Tensor) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    "assigned anew": assigned,
+    "replaced": assigned,
     "in place": lambda module, value: module.running.mul_(0.9).add_(value),
     "under another name": lambda module, value: module.inner.shared.add_(value),
     "through a view": lambda module, value: module.view.add_(value[:2]),
@@ -81,9 +81,9 @@ class Carries(Classifier):
         return {**values, "transient": sorted(self._non_persistent_buffers_set), "shared": self.inner.shared.tolist()}
 
 
-SOME = ["assigned anew", "in place", "resized", "registered in the step"]
+SOME = ["replaced", "in place", "resized", "registered in the step"]
 TRIALS = [("find_lr", change) for change in CHANGES]
-TRIALS += [(what, change) for what in ("fit_micro_batch", "sanity_val_steps") for change in SOME]
+TRIALS += [(trial, change) for trial in ("fit_micro_batch", "sanity_val_steps") for change in SOME]
 
 
 class TestBuffers:
@@ -110,8 +110,8 @@ class TestBuffers:
         assert modules[0].buffers_now() == modules[1].buffers_now()
         assert torch.equal(weights(modules[0]), weights(modules[1]))
 
-    @pytest.mark.parametrize(("what", "change"), TRIALS)
-    def test_a_trial_restores_them(self, what: str, change: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("trial", "change"), TRIALS)
+    def test_a_trial_restores_them(self, trial: str, change: str, tmp_path: Path) -> None:
         class Validates(Carries):
             def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
                 if global_step == 0:
@@ -120,11 +120,11 @@ class TestBuffers:
 
         results = []
         for tries in (False, True):
-            module = Validates(CHANGES[change], validate=what == "sanity_val_steps")
+            module = Validates(CHANGES[change], validate=trial == "sanity_val_steps")
             module.net[3].weight.grad = torch.ones(3, 8)
-            given = {what: 2 if "sanity" in what else True} if tries and what != "find_lr" else {}
+            given = {trial: 2 if "sanity" in trial else True} if tries and trial != "find_lr" else {}
             trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=8, **given))
-            if tries and what == "find_lr":
+            if tries and trial == "find_lr":
                 before = module.buffers_now()
                 ts.find_lr(trainer, start=1e-3, end=1e-2, steps=4)
                 assert module.buffers_now() == before
@@ -135,8 +135,8 @@ class TestBuffers:
 
 
 class TestParametersAndOptimizers:
-    def test_what_a_step_changes_in_them_is_undone(self, tmp_path: Path) -> None:
-        """Parameters assigned anew and frozen, parts added and removed, groups added, settings and modes changed."""
+    def test_changes_of_a_step_are_undone(self, tmp_path: Path) -> None:
+        """Parameters replaced and frozen, parts added and removed, groups added, settings and modes changed."""
 
         class Changes(Classifier):
             def __init__(self) -> None:
@@ -188,7 +188,7 @@ class TestParametersAndOptimizers:
         ts.find_lr(trainer, start=1e-3, end=1e-2, steps=4)
         assert seen(module) == before
 
-    def test_an_optimizer_with_methods_of_its_own_is_asked_for_its_state(self, tmp_path: Path) -> None:
+    def test_an_optimizer_with_its_own_methods_is_asked_for_its_state(self, tmp_path: Path) -> None:
         class Own(torch.optim.SGD):
             counted = 0
 
@@ -207,19 +207,19 @@ class TestParametersAndOptimizers:
         ts.find_lr(trainer, steps=4)
         assert trainer.optimizers[0].counted == 0  # type: ignore[attr-defined]
 
-    @pytest.mark.parametrize("what", ["find_lr", "fit_micro_batch", "EMA", "Freezer"])
-    def test_a_module_without_shapes_is_refused_with_what_to_do(self, what: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("user", ["find_lr", "fit_micro_batch", "EMA", "Freezer"])
+    def test_a_module_without_shapes_is_refused_with_a_correction(self, user: str, tmp_path: Path) -> None:
         class Lazy(Classifier):
             def __init__(self) -> None:
                 super().__init__(numbers(16))
                 self.net[0] = nn.LazyLinear(8)
 
-        callbacks = {"EMA": [ts.callbacks.EMA()], "Freezer": [ts.callbacks.Freezer("net.0")]}.get(what, [])
+        callbacks = {"EMA": [ts.callbacks.EMA()], "Freezer": [ts.callbacks.Freezer("net.0")]}.get(user, [])
         trainer = ts.Trainer(
-            Lazy(), arguments(tmp_path, fit_micro_batch=what == "fit_micro_batch"), callbacks=callbacks
+            Lazy(), arguments(tmp_path, fit_micro_batch=user == "fit_micro_batch"), callbacks=callbacks
         )
         with pytest.raises(ts.ConfigurationError, match=r"the values of 'net\.0\.weight', .* on one batch before"):
-            ts.find_lr(trainer) if what == "find_lr" else trainer.train()
+            ts.find_lr(trainer) if user == "find_lr" else trainer.train()
         train(Lazy(), tmp_path)
 
 

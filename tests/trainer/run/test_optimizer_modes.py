@@ -117,7 +117,7 @@ def test_resume_is_exact_and_checkpoints_are_in_training_mode(optimizer: Any, tm
 
 
 @OPTIMIZERS
-def test_training_goes_on_from_the_trained_weights(optimizer: Any, tmp_path: Path) -> None:
+def test_training_continues_from_the_trained_weights(optimizer: Any, tmp_path: Path) -> None:
     whole, parts = make(optimizer, tmp_path / "whole", epochs=4), make(optimizer, tmp_path / "parts", epochs=2)
     whole.train()
     parts.train()

@@ -101,8 +101,8 @@ def test_parameters_that_join_later_are_trained_like_the_others(tmp_path: Path) 
     assert 0 < module.late.detach().norm() <= 2 * 0.1 + 1e-6, "clipped to norm 1, and not added up over steps"
 
 
-def test_skipping_judges_only_what_counts(tmp_path: Path) -> None:
-    """A micro-batch of weight 0 has the loss 0/0; and what is finite in float64 is finite."""
+def test_skipping_judges_only_counted_values(tmp_path: Path) -> None:
+    """A micro-batch of weight 0 has the loss 0/0; a value that is finite in float64 counts as finite."""
 
     class Padded(Classifier):
         def batch_weight(self, batch: Any) -> float:
@@ -141,7 +141,7 @@ def test_a_step_that_is_left_out_leaves_running_statistics_alone(backend: str, t
 
 
 @every_stack
-def test_training_goes_on_after_an_exception_between_any_two_verbs(backend: str, tmp_path: Path) -> None:
+def test_training_continues_after_an_exception_between_any_two_verbs(backend: str, tmp_path: Path) -> None:
     class Outputs(Classifier):
         sizes: list[int]
 

@@ -1,4 +1,4 @@
-"""Arguments that change how a run is carried out, each by itself."""
+"""Arguments that change the course of a run, one at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAVING = ts.DefaultCheckpointerArguments()
 
 
 class Counting(Classifier):
-    """Remembers what its steps saw."""
+    """Keeps the inputs of its steps."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(**{"dropout": 0.3, "validate": True, **changes})
@@ -72,7 +72,7 @@ class TestSanityCheck:
 
         with pytest.raises(KeyError) as raised:
             train(Broken(), tmp_path, sanity_val_steps=1)
-        assert "sanity_val_steps tried out the validation" in " ".join(raised.value.__notes__)
+        assert "sanity_val_steps tested the validation" in " ".join(raised.value.__notes__)
 
 
 class TestOverfitting:
@@ -90,7 +90,7 @@ class TestOverfitting:
         orders = [torch.cat(module.trained[i : i + 2]) for i in (0, 2)]
         assert not torch.equal(orders[0], orders[1])
 
-    def test_all_batches_validate_what_is_trained_on_also_without_validation_data(self, tmp_path: Path) -> None:
+    def test_all_batches_validate_on_the_training_data_also_without_validation_data(self, tmp_path: Path) -> None:
         module = Counting(validate=False)
         assert train(module, tmp_path, overfit_batches=-1).plan.steps_per_epoch == 6
         assert len(rows(module.trained)) == len(rows(module.validated)) == 41
@@ -98,7 +98,7 @@ class TestOverfitting:
     def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
         assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
 
-    def test_the_first_batches_of_a_loader_with_an_order_of_its_own_are_kept(self, tmp_path: Path) -> None:
+    def test_the_first_batches_of_a_loader_with_its_own_order_are_kept(self, tmp_path: Path) -> None:
         class Lists(Counting):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
@@ -158,7 +158,7 @@ class TestDevRun:
             train(Fails(), tmp_path, fast_dev_run=True)
 
     @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
-    def test_it_stays_one_whatever_train_is_asked_for(self, longer: dict[str, int], tmp_path: Path) -> None:
+    def test_it_stays_one_for_all_arguments_of_train(self, longer: dict[str, int], tmp_path: Path) -> None:
         trainer = ts.Trainer(Counting(), arguments(tmp_path, fast_dev_run=2))
         for _ in range(2):
             trainer.train(**longer)
@@ -178,7 +178,7 @@ class TestDevRun:
 
 class TestMonitor:
     @pytest.mark.spec("FN-20", "F409")
-    def test_it_says_what_the_checkpointer_keeps_the_best_of(self, tmp_path: Path) -> None:
+    def test_it_sets_the_metric_by_which_the_checkpointer_keeps_the_best(self, tmp_path: Path) -> None:
         keeping = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1)
         trainer = train(
             Counting(), tmp_path, epochs=3, monitor="of_step", monitor_mode="max", checkpointer_args=keeping
@@ -317,7 +317,7 @@ class OfNetwork(Classifier):
             }[kind]()
 
     def scores(self, inputs: Any) -> Any:
-        """What the network makes of `inputs`."""
+        """The outputs of the network for `inputs`."""
         return self.network(inputs)[:, :CLASSES]
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -447,7 +447,7 @@ class TestCompiling:
         train(Many(), tmp_path, compile={"backend": counting(graphs)})
         assert len(graphs) == 10
 
-    def test_what_the_user_has_compiled_is_left_as_it_is(self, tmp_path: Path) -> None:
+    def test_a_part_that_the_user_has_compiled_is_left_unchanged(self, tmp_path: Path) -> None:
         graphs: list[Any] = []
         module = OfNetwork("own", samples=8)
         module.network.compile(backend=counting(graphs))

@@ -1,4 +1,4 @@
-"""Stopping: requests and signals end a run at a step boundary, and what goes on from there is the unbroken run."""
+"""Stopping: requests and signals end a run at a step boundary, and the continued run equals the unbroken one."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def usual_handlers() -> Iterator[None]:
 
 
 class Signalled(Classifier):
-    """Does `what` at a moment of the run: `("train", 13)`, `("val", 2)`, `("load", 4)`, or a hook's or verb's name."""
+    """Calls `action` at a moment of the run: `("train", 13)`, `("val", 2)`, `("load", 4)`, or a hook or verb."""
 
-    def __init__(self, moment: tuple[str, int] | None = None, what: Callable[[], None] | None = None) -> None:
+    def __init__(self, moment: tuple[str, int] | None = None, action: Callable[[], None] | None = None) -> None:
         super().__init__(Noisy(37), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
-        self.moment, self.what = moment, what
+        self.moment, self.action = moment, action
         self.calls: dict[str, int] = {}
 
     def come(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
-        if self.moment == (name, self.calls[name]) and self.what is not None:
-            self.what()
+        if self.moment == (name, self.calls[name]) and self.action is not None:
+            self.action()
 
     def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         return {name: super(Signalled, self).get_val_dataloaders(sampler, batch_size) for name in ("one", "two")}
@@ -164,7 +164,7 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_has_the_bits_of_the_unbrok
 
 
 @pytest.mark.parametrize("when", ["within an epoch", "in a validation"])
-def test_train_called_again_in_the_same_process_goes_on(when: str, unbroken: str, tmp_path: Path) -> None:
+def test_train_called_again_in_the_same_process_continues(when: str, unbroken: str, tmp_path: Path) -> None:
     seed(1)
     trainer = trainer_of(Signalled(MOMENTS[when][0], send(signal.SIGUSR1)), tmp_path)
     with pytest.raises(ts.Preempted) as stop:
@@ -230,7 +230,7 @@ def test_signals_are_left_alone_if_so_wished_or_outside_of_the_main_thread(tmp_p
     assert seen == [signal.SIG_DFL, signal.SIG_DFL]
 
 
-def test_a_signal_that_comes_when_all_is_done_goes_to_whoever_handles_it_next(tmp_path: Path) -> None:
+def test_a_signal_after_the_end_goes_to_the_next_handler(tmp_path: Path) -> None:
     module = Signalled(("over", 1), send(signal.SIGINT))
     trainer = trainer_of(module, tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -250,7 +250,7 @@ def test_a_request_ends_training_at_the_step_and_train_returns(unbroken: str, tm
     trainer.train()
 
     assert (trainer.stop_reason, trainer.global_steps_finished) == ("enough", 13)
-    assert (module.calls["over"], module.calls["end"]) == (1, 1), "the epoch under way is not ended"
+    assert (module.calls["over"], module.calls["end"]) == (1, 1), "the current epoch is not ended"
     kinds = {info.kind: info.global_step for info in ts.list_checkpoints(tmp_path / "checkpoints")}
     assert kinds.keys() == {"checkpoint", "model"}
     trainer.train()
@@ -278,7 +278,7 @@ def test_another_thread_may_ask_at_any_time(tmp_path: Path) -> None:
     assert trainer.last_epoch < 100_000 - 1
 
 
-def test_whoever_supplies_the_data_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_of_the_data_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a privacy budget does: no window is left, and the epoch is not over."""
     module = Signalled()
     trainer = trainer_of(module, tmp_path)
@@ -299,7 +299,7 @@ def test_whoever_supplies_the_data_may_end_training(tmp_path: Path, monkeypatch:
     assert module.calls["end"] == 1
 
 
-def test_nothing_is_looked_at_between_the_steps_while_nobody_asks(tmp_path: Path, monkeypatch: Any) -> None:
+def test_no_check_runs_between_the_steps_without_a_request(tmp_path: Path, monkeypatch: Any) -> None:
     module = Classifier(numbers(4 * 500))
     trainer = ts.Trainer(module, arguments(tmp_path, train_batch_size=4, log_every=100))
     run = trainer._ready()
@@ -371,7 +371,7 @@ def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_
     [info] = ts.list_checkpoints(tmp_path / "checkpoints")
     assert info.global_step in (3, 4, 5)
     said = "Ctrl-C" if number == signal.SIGINT else number.name
-    assert f"stopped by {said} after global step {info.global_step}. Saved {info.path}; to go on" in error
+    assert f"stopped by {said} after global step {info.global_step}. Saved {info.path}; to resume" in error
     assert len(error.splitlines()) < 20, error
     if number == signal.SIGTERM:  # the tests above resume after every signal, in this process
         assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()
@@ -391,7 +391,7 @@ def last_line_of_the_unbroken_script() -> str:
 # --- after an exception, and how long saving takes
 
 
-def test_after_an_exception_what_there_is_can_be_kept_and_is_never_resumed_by_itself(
+def test_after_an_exception_the_state_can_be_kept_and_is_never_resumed_automatically(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

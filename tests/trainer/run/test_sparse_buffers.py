@@ -57,7 +57,7 @@ def trained(folder: Path, network: nn.Module, **changes: Any) -> ts.Trainer:
     ("layout", "persistent", "spec"),
     [*((layout, True, "sp") for layout in MAKERS), ("coo", False, "sp"), ("csr", False, "ddp"), ("coo", True, "ddp")],
 )
-def test_a_run_with_a_sparse_buffer_goes_on(layout: str, persistent: bool, spec: str, tmp_path: Path) -> None:
+def test_a_run_with_a_sparse_buffer_continues(layout: str, persistent: bool, spec: str, tmp_path: Path) -> None:
     make = MAKERS[layout]
     if persistent and layout == "coo":  # a checkpoint's values win over those of a new module
         first = trained(tmp_path, Graph(make, persistent, fill=2.0), backend=spec, nonfinite="skip")

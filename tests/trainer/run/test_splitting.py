@@ -1,4 +1,4 @@
-"""When a step is split, and what a module can say about it."""
+"""When a step is split, and the settings of a module for it."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_a_crumb_at_the_end_of_a_step_is_warned_about(
 
 
 @pytest.mark.parametrize("name", ["splits_batches", "keep_modes"])
-def test_a_setting_of_the_module_that_is_no_bool_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_setting_of_the_module_other_than_a_bool_is_refused(name: str, tmp_path: Path) -> None:
     module = Classifier(numbers(8))
     setattr(module, name, "no")
     with pytest.raises(ts.ConfigurationError, match=f"{name} is 'no'. Write"):

@@ -359,7 +359,7 @@ def test_gradients_that_an_optimizer_keeps_at_zero_last_over_epochs(tmp_path: Pa
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_a_step_without_gradients_is_no_overflow(tmp_path: Path) -> None:
+def test_a_step_without_gradients_does_not_count_as_overflow(tmp_path: Path) -> None:
     class Elsewhere(Changing):
         def __init__(self) -> None:
             super().__init__(lambda module: None, "never")

@@ -18,7 +18,7 @@ HOOKS += ["on_end_backward"]
 EVENTS = ["after_optimizer_step", "before_zero_grad", "after_zero_grad", "train_step_end", "log", "epoch_begin"]
 EVENTS += ["train_epoch_begin", "train_epoch_end", "validation_begin", "validation_end", "epoch_end"]
 COUNTED = [*HOOKS[:-1], *(f"on_{event}" for event in EVENTS), "call_at_step"]
-"""What has been called counts as called, also where it raised."""
+"""A hook that was called counts as called, also where it raised."""
 REPEATED = ["train_step", "on_end_backward", "val_step", "get_train_dataloader", "on_fetch_data_begin"]
 REPEATED += ["on_fetch_data_end", "on_train_batch_begin", "on_before_backward", "on_after_backward"]
 REPEATED += ["on_before_optimizer_step", "on_train_begin", "on_train_end", "on_save_checkpoint", "on_save_model"]
@@ -130,7 +130,7 @@ def unbroken(setting: str, directory: Path) -> tuple[Any, ...]:
 
 
 def ended(trainer: ts.Trainer) -> dict[str, Any]:
-    """What a run is compared by."""
+    """The values by which runs are compared."""
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     averages = trainer.events.callbacks["EMA"].get_state()
     return {
@@ -173,7 +173,7 @@ def test_train_again_ends_as_a_run_that_was_not_broken(point: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "point", ["on_end_train_step", "on_log", "validate_every", "on_validation_end", "on_epoch_end"]
 )
-def test_a_checkpoint_in_between_goes_on_alike(point: str, tmp_path: Path, directory: Path) -> None:
+def test_a_checkpoint_in_between_continues_alike(point: str, tmp_path: Path, directory: Path) -> None:
     broken = watched(Breaks(point), tmp_path, "asked")
     with pytest.raises(ValueError, match=point):
         broken.train()
@@ -183,7 +183,7 @@ def test_a_checkpoint_in_between_goes_on_alike(point: str, tmp_path: Path, direc
     assert ended(trainer) == unbroken("asked", directory)[0]
 
 
-def test_the_other_subscribers_of_the_same_point_are_called_and_what_they_raise_is_noted(tmp_path: Path) -> None:
+def test_the_other_subscribers_of_the_same_point_are_called_and_their_errors_are_noted(tmp_path: Path) -> None:
     def fails(text: str) -> Callable[[], None]:
         def fail() -> None:
             called.append(text)

@@ -1,4 +1,4 @@
-"""Trials put back all that a checkpoint keeps, and name what no state has."""
+"""Trials restore all values that a checkpoint keeps, and name values outside of any state."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_counter_of_the_module_is_put_back(trial: str, tmp_path: Path, caplog:
         seen.append(module.seen)
 
     assert seen == [32, 32]
-    assert "left a trace" not in caplog.text
+    assert "ran trial steps that changed" not in caplog.text
 
 
 @pytest.mark.parametrize("trial", TRIALS)
@@ -77,9 +77,9 @@ def test_an_attribute_that_no_state_has_is_named(trial: str, tmp_path: Path, cap
     module.net[0].register_forward_hook(lambda part, *_: part.calls.append(len(part.calls)))
     tried(module, tmp_path, trial).train()
 
-    (message,) = [one for one in caplog.messages if "left a trace" in one]
+    (message,) = [one for one in caplog.messages if "ran trial steps that changed" in one]
     assert message.startswith(trial)
-    assert "Counting.net.0.calls, Counting.seen. All that get_state returns was put back." in message
+    assert "Counting.net.0.calls, Counting.seen. Only the result of get_state was restored." in message
 
 
 @pytest.mark.parametrize("trial", TRIALS)
@@ -131,7 +131,7 @@ class Meddles(Keeping):
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_whatever_a_step_changes_is_put_back(trial: str, tmp_path: Path) -> None:
+def test_each_change_of_a_step_is_undone(trial: str, tmp_path: Path) -> None:
     module = Meddles(numbers(16), optimizer=torch.optim.AdamW, scheduler=True, validate=True)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     args = arguments(tmp_path, checkpointer_args=saving, backend="sp-amp", **TRIALS[trial])

@@ -85,7 +85,7 @@ def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
 
 def test_ranks_that_come_to_different_updates_are_refused() -> None:
     for said in run_world(2, updates.different_updates):
-        assert re.search(r"global step 1 came to different updates: optimizers 0 and optimizers 1", said)
+        assert re.search(r"global step 1 yielded different updates: optimizers 0 and optimizers 1", said)
 
 
 @pytest.mark.parametrize("backend", ["sp-bf16", "sp-amp"])
@@ -144,7 +144,7 @@ def test_an_optimizer_takes_two_passes_of_one_batch(tmp_path: Path) -> None:
     assert trainer.history.get_metric_values("train/loss") == pytest.approx(losses)
 
 
-# --- what a step of several updates records and calls
+# --- records and calls of a step of several updates
 
 
 class Told(InTurns):
@@ -241,7 +241,7 @@ def test_a_step_that_fails_between_its_updates_is_not_continued(tmp_path: Path) 
         trainer.train()
 
 
-# --- what is refused
+# --- refusals
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,12 @@ def test_micro_batches_that_end_at_different_updates_are_refused(tmp_path: Path)
         (lambda: Regression(lbfgs), "sp-amp", "LBFGS evaluates a closure, which 'amp' cannot.*bf16"),
     ],
 )
-def test_layers_refuse_what_they_cannot_do(module: Any, backend: str, message: str, tmp_path: Path) -> None:
+def test_layers_refuse_unsupported_updates(module: Any, backend: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         train(module(), tmp_path, backend=backend)
 
 
-def test_a_closure_beside_other_optimizers_has_to_be_yielded(tmp_path: Path) -> None:
+def test_a_closure_among_other_optimizers_has_to_be_yielded(tmp_path: Path) -> None:
     class Both(Points):
         def get_optimizers_schedulers(self, *_: Any) -> Any:
             return [lbfgs(self.judge.parameters()), torch.optim.SGD(self.generator.parameters(), lr=0.1)], None
@@ -299,11 +299,11 @@ def test_a_closure_beside_other_optimizers_has_to_be_yielded(tmp_path: Path) -> 
         train(Both(), tmp_path)
 
 
-# --- what is silently wrong elsewhere
+# --- silent errors of other libraries
 
 
 def yields(make: Callable[..., Any]) -> Points:
-    """A module whose `train_step` yields what `make` gives for it and its batch."""
+    """A module whose `train_step` yields the result of `make` for it and its batch."""
 
     class Made(Points):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -373,7 +373,7 @@ def nothing(self: Points, points: Tensor) -> Any:
         (nothing, r"has not yielded optimizers 0 \(Adam\), 1 \(Adam\) by global step 1"),
         (
             lambda self, points: [(judge_loss(self.generator, self.judge, points), 0)],
-            r"has not yielded optimizer 1 \(Adam\) by global step 3, so no update has changed what it trains",
+            r"has not yielded optimizer 1 \(Adam\) by global step 3, so no update has changed its parameters",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def _touches_nan(known: Any) -> bool:
 
 @pytest.mark.spec("PA-15", "F212")
 @given(pair=st.builds(both, BINARY, LEAVES, LEAVES) | st.builds(both, UNARY, LEAVES))
-def test_one_operation_gives_what_it_gives_with_the_numbers(pair: tuple[Any, Any]) -> None:
+def test_one_operation_has_the_same_result_as_with_the_numbers(pair: tuple[Any, Any]) -> None:
     lazy, known = pair
     if _touches_nan(known):
         if isinstance(lazy, placeholders.Lazy):
@@ -63,7 +63,7 @@ def test_one_operation_gives_what_it_gives_with_the_numbers(pair: tuple[Any, Any
 
 @pytest.mark.spec("PA-15", "F212")
 @given(data=st.data())
-def test_nested_arithmetic_gives_what_it_gives_with_the_numbers(data: st.DataObject) -> None:
+def test_nested_arithmetic_has_the_same_result_as_with_the_numbers(data: st.DataObject) -> None:
     tree = data.draw(st.recursive(LEAVES, lambda inner: st.tuples(BINARY, inner, inner), max_leaves=8))
 
     def lazily(node: Any) -> Any:
@@ -128,13 +128,13 @@ def test_a_torch_scheduler_that_is_given_one_unresolved_says_so() -> None:
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=TOTAL_STEPS)  # type: ignore[arg-type]
 
 
-def test_what_is_no_number_is_no_operand() -> None:
+def test_operands_other_than_numbers_are_refused() -> None:
     for wrong in ("2", None, [1], True):
         with pytest.raises(TypeError, match=r"unsupported operand|can only concatenate"):
             NUM_EPOCHS + wrong
 
 
-def test_where_the_length_of_an_epoch_is_unknown_the_sentence_says_what_to_set() -> None:
+def test_where_the_length_of_an_epoch_is_unknown_the_sentence_names_the_argument_to_set() -> None:
     sizes = {"train_batch_size": 8, "gpu_batch_size_limit": 4, "epochs": 3, "max_steps_per_epoch": 3}
     plan = ts.TrainingPlan.make(**sizes)
 

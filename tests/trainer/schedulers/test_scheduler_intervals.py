@@ -1,4 +1,4 @@
-"""When a scheduler steps, what it gets, who makes it, and that a resumed run goes on in its rhythm."""
+"""When a scheduler steps, its arguments, its maker, and the same intervals after a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATEAU = functools.partial(lrs.ReduceLROnPlateau, factor=0.5, patience=1, thres
 
 
 class LikeTimm:
-    """A scheduler with timm's methods: no counts of its own, told of updates and epochs apart."""
+    """A scheduler with timm's methods: it does not count, and has separate calls for updates and epochs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, in_epochs: bool, warmup: int = 3) -> None:
         self.optimizer, self.in_epochs, self.warmup = optimizer, in_epochs, warmup
@@ -102,7 +102,7 @@ RHYTHMS: dict[str, tuple[Any, Callable[[int, int], float]]] = {
 
 @pytest.mark.spec("PA-10", "PA-11", "PA-18", "HZ-12", "F215", "F407")
 @pytest.mark.parametrize("rhythm", RHYTHMS)
-def test_a_scheduler_steps_in_its_rhythm_and_goes_on_in_it_after_a_resume(rhythm: str, tmp_path: Path) -> None:
+def test_a_scheduler_steps_in_its_intervals_also_after_a_resume(rhythm: str, tmp_path: Path) -> None:
     scheduler, expected = RHYTHMS[rhythm]
     unbroken = Scheduled(scheduler)
     whole = train(unbroken, tmp_path / "unbroken", epochs=6)
@@ -211,7 +211,7 @@ FITTING = {
 
 @pytest.mark.parametrize("kind", FITTING)
 def test_a_resume_with_a_schedule_that_just_fits_is_not_refused(kind: str, tmp_path: Path) -> None:
-    """Nine steps of three an epoch, resumed after four: the scheduler counts what is left, in its rhythm."""
+    """Nine steps of three an epoch, resumed after four: the scheduler counts the remaining steps, in its interval."""
     unbroken = Scheduled(FITTING[kind])
     options: dict[str, Any] = {"max_steps": 9, "train_batch_size": 14}
     train(unbroken, tmp_path / "unbroken", **options)
@@ -228,7 +228,7 @@ def test_a_resume_with_a_schedule_that_just_fits_is_not_refused(kind: str, tmp_p
 
 
 @pytest.mark.spec("PMT-16", "PA-15")
-def test_schedulers_that_start_anew_are_planned_for_the_epochs_that_are_left(tmp_path: Path) -> None:
+def test_schedulers_that_start_again_are_planned_for_the_remaining_epochs(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Scheduled(ts.build_scheduler("warmup_linear")), tmp_path, epochs=2, checkpointer_args=saving)
     module = Scheduled(ts.build_scheduler("warmup_linear"))
@@ -282,7 +282,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_cannot_be_stepped_is_answered_before_anything_runs(mistake: str, tmp_path: Path) -> None:
+def test_objects_that_cannot_be_stepped_are_refused_before_anything_runs(mistake: str, tmp_path: Path) -> None:
     scheduler, message = MISTAKES[mistake]
     with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
         _ = ts.Trainer(Scheduled(scheduler), arguments(tmp_path)).plan
@@ -334,7 +334,9 @@ class Asked(Classifier):
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(self.scale))
 
 
-def test_a_rate_that_counts_its_calls_is_no_other_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rate_that_counts_its_calls_does_not_count_as_another_schedule(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saving = ts.DefaultCheckpointerArguments()
     for epochs in (1, 2, 3):
         train(Asked(), tmp_path, epochs=epochs, checkpointer_args=saving, resume="auto")

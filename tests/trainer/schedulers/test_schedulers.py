@@ -1,4 +1,4 @@
-"""Schedulers step once after each global step that moved the weights, whatever kind they are."""
+"""Schedulers of each kind step once after each global step that moved the weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Scheduled(Classifier):
 
 @pytest.mark.spec("PA-11", "F211", "F407")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scheduler_steps_once_an_update_and_goes_on_after_a_resume(kind: str, tmp_path: Path) -> None:
+def test_a_scheduler_steps_once_an_update_also_after_a_resume(kind: str, tmp_path: Path) -> None:
     by_hand = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
     scheduler, expected = KINDS[kind](by_hand), []
     for _ in range(12):

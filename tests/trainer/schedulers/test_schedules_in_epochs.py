@@ -93,7 +93,7 @@ def test_a_step_size_in_epochs_is_pointed_at(tmp_path: Path, caplog: pytest.LogC
         lambda o: ts.SchedulerConfig(lr_scheduler.StepLR(o, 1, 0.1), frequency=STEPS),
     ],
 )
-def test_what_is_meant_so_is_left_alone(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_intended_schedules_cause_no_warning(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not warning_of(lambda optimizer, module: make(optimizer), tmp_path, caplog, epochs=2)
 
 

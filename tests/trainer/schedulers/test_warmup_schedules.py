@@ -1,4 +1,4 @@
-"""The warm-up schedules follow their closed formulas, are plain torch schedulers, and say what they cannot be given."""
+"""The warm-up schedules follow their closed formulas, are plain torch schedulers, and refuse invalid arguments."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.spec("PA-17", "F213")
 @pytest.mark.parametrize("kind", MADE)
-def test_a_schedule_is_a_plain_torch_scheduler_whose_state_goes_on_where_it_was(kind: str) -> None:
+def test_a_schedule_is_a_plain_torch_scheduler_whose_state_is_restored(kind: str) -> None:
     unbroken = multiples(MADE[kind], 20)
     sgd = optimizer()
     scheduler = MADE[kind](sgd)
@@ -187,7 +187,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.spec("PA-17", "HZ-11")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_cannot_be_scheduled_is_answered(mistake: str) -> None:
+def test_impossible_schedules_are_refused(mistake: str) -> None:
     make, message = MISTAKES[mistake]
     with pytest.raises(ts.ConfigurationError, match=message):
         make(optimizer())

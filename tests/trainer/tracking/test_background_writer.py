@@ -1,4 +1,4 @@
-"""A slow writer works in a thread of its own: training waits for it only at the end."""
+"""A slow writer works in its own thread: training waits for it only at the end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_writer_at_a_standstill_is_given_up_after_its_time() -> None:
     stuck.gate.set()
 
 
-def test_training_goes_on_without_a_slow_writer_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_without_a_slow_writer_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     slow = Slow(fails_at=2)
     slow.gate.set()
     trainer = train(Classifier(), tmp_path, log_every=1, writers=[slow, "csv"])

@@ -44,7 +44,7 @@ def same(left: list[float], right: list[float]) -> bool:
 
 
 @pytest.mark.spec("F124")
-def test_a_tensor_is_not_read_until_somebody_asks_and_then_in_bulk() -> None:
+def test_a_tensor_is_not_read_before_it_is_needed_and_then_in_bulk() -> None:
     history = RunHistory()
     losses = [torch.tensor(0.5 * i, requires_grad=True) * 1 for i in range(100)]
     with CountOps() as recording:
@@ -170,7 +170,7 @@ def test_two_values_of_one_step_are_both_kept() -> None:
 
 
 @pytest.mark.spec("PA-37")
-def test_readers_name_what_is_there_when_a_metric_is_not() -> None:
+def test_readers_name_the_existing_metrics_when_one_is_missing() -> None:
     history = RunHistory()
     assert history.get_metric_names() == set()
     with pytest.raises(ValueError, match="Recorded: nothing yet"):
@@ -414,7 +414,7 @@ def test_all_records_come_in_order_of_arrival_with_all_their_bits() -> None:
     assert exact(again.all_records()) == exact(rows)
     for name in again.get_metric_names():
         assert exact(again.records(name)) == exact(row for row in rows if row.name == name)
-    for place, state in kept:  # a state is not changed by what is recorded after it
+    for place, state in kept:  # later records do not change a state
         earlier = RunHistory()
         earlier.update_state(state)
         assert exact(earlier.all_records()) == exact(rows[: place + 1])
@@ -422,7 +422,7 @@ def test_all_records_come_in_order_of_arrival_with_all_their_bits() -> None:
 
 @pytest.mark.parametrize("before", [0, 3, CHUNK - 1, CHUNK, 2 * CHUNK + 7])
 @pytest.mark.parametrize("more", [0, 5, CHUNK, 3 * CHUNK])
-def test_what_was_recorded_since_a_mark_can_be_forgotten(before: int, more: int) -> None:
+def test_records_since_a_mark_can_be_forgotten(before: int, more: int) -> None:
     history, expected = RunHistory(), RunHistory()
     for place in range(before):
         for one in (history, expected):

@@ -86,7 +86,7 @@ class Logs(Classifier):
         self.log_table("val/table", [[1, torch.tensor(0.5)]], columns=["a", "b"])
 
 
-def test_a_training_gives_writers_what_the_module_logs_then_the_status(tmp_path: Path) -> None:
+def test_a_training_gives_writers_the_logged_values_then_the_status(tmp_path: Path) -> None:
     for slow in (False, True):
         keeps = Keeps("last", slow=slow)
         old = OldWriter()
@@ -204,7 +204,7 @@ class LogsPrivately(Logs):
 
 
 @pytest.mark.parametrize("shows", [False, True])
-def test_a_private_run_writes_what_metrics_may_show(
+def test_a_private_run_writes_only_permitted_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shows: bool
 ) -> None:
     privacy = ts.DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-3, log_train_loss=shows)
@@ -216,7 +216,7 @@ def test_a_private_run_writes_what_metrics_may_show(
     assert any("a private run writes nothing" in message for message in caplog.messages) is not shows
 
 
-def test_a_module_alone_keeps_what_it_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_alone_keeps_its_logged_values(caplog: pytest.LogCaptureFixture) -> None:
     module = Logs()
     module.log("loss", torch.tensor(0.5))
     module.log("loss", 0.25)
@@ -296,7 +296,7 @@ def test_images_of_all_kinds_become_pixels() -> None:
 
 
 @pytest.mark.parametrize("given", [torch.zeros(2, 3, 4, 4), np.zeros((4, 4, 5)), torch.zeros(4), "x.png", RED[:0]])
-def test_what_is_no_image_is_refused(given: Any) -> None:
+def test_a_value_other_than_an_image_is_refused(given: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match="log_image was given"):
         image_pixels(given)
 
@@ -328,7 +328,7 @@ def test_tables_of_all_kinds() -> None:
 @pytest.mark.parametrize(
     ("given", "columns"), [({"a": [1], "b": []}, None), ([[1, 2]], None), ([[1, 2]], ["a"]), ("text", ["a"]), (3, None)]
 )
-def test_what_is_no_table_is_refused(given: Any, columns: Any) -> None:
+def test_a_value_other_than_a_table_is_refused(given: Any, columns: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match="log_table was given"):
         make_table(given, columns)
 

@@ -79,7 +79,7 @@ def run_steps(display: ProgressDisplay, steps: int, loss: Callable[[], float | N
             display.poll(done, loss)
 
 
-# --- what a step costs
+# --- cost of a step
 
 
 @pytest.mark.spec("F124")
@@ -348,7 +348,7 @@ def test_auto_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.Mon
     closed = Terminal()
     closed.close()
     display = build_progress("auto", closed)
-    display.end_epoch("nobody reads this")
+    display.end_epoch("not printed")
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(build_progress("auto", Terminal()), PlainProgress)
 
@@ -433,7 +433,7 @@ def test_without_the_length_of_the_run_only_the_epoch_is_estimated() -> None:
     assert str(display.words(display.phase, None)) == "0"
 
 
-# --- pauses, and what stays on the screen
+# --- pauses, and lines that stay on the screen
 
 
 def test_one_slow_paint_does_not_stop_the_bar() -> None:

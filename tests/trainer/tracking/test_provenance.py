@@ -96,7 +96,7 @@ def test_a_monitor_of_un_noised_values_is_refused_before_the_first_step(kind: st
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MONITORS if kind != "keep_best"])
-def test_a_monitor_of_what_train_step_logs_is_refused_at_first_use(kind: str, tmp_path: Path) -> None:
+def test_a_monitor_of_a_value_logged_by_train_step_is_refused_at_first_use(kind: str, tmp_path: Path) -> None:
     _, trainer = MONITORS[kind]("train/logged", tmp_path, {"epochs": 2})
     with pytest.raises(ts.PrivacyError, match="'train/logged', which is computed from training data without noise"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""The log files of a resumed run equal those of one that was never interrupted, whatever happened to them meanwhile."""
+"""The log files of a resumed run equal those of an unbroken run, after any damage in between."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_lost_rows_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def points(folder: Path) -> list[tuple[str, int, float]]:
-    """What TensorBoard shows, by its own reader."""
+    """The content of TensorBoard, by its own reader."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -104,7 +104,7 @@ def test_points_are_there_once_after_any_loss(tmp_path: Path, caplog: pytest.Log
     assert "rewritten from the history" in caplog.text
 
 
-def test_points_that_are_no_number_do_not_count_as_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_points_without_a_number_do_not_count_as_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(TensorBoardWriter(tmp_path / "tb"), run_info(tmp_path, None), RECORDS)
     write(TensorBoardWriter(tmp_path / "tb"), run_info(tmp_path, KEPT), RECORDS[KEPT:])
 

@@ -1,4 +1,4 @@
-"""Rows as JSON lines, and reading back what was written."""
+"""Rows as JSON lines, written and read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_json_lines_continue_where_the_checkpoint_was_and_a_torn_line_is_cut_off
 
 @pytest.mark.spec("HZ-36")
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_what_was_written_is_read_back(tmp_path: Path, suffix: str) -> None:
+def test_written_rows_are_read_back(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"metrics.{suffix}"
     put(CsvWriter(file) if suffix == "csv" else JsonLinesWriter(file), RECORDS)
     with file.open("ab") as end:
@@ -61,7 +61,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, suffix: str) -> None:
         assert history.flush() == []
 
 
-def test_reading_says_what_is_wrong_with_the_path(tmp_path: Path) -> None:
+def test_reading_names_the_fault_of_the_path(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"has neither metrics\.csv nor metrics\.jsonl"):
         ts.read_history(tmp_path)
     with pytest.raises(ts.ConfigurationError, match="there is no file"):

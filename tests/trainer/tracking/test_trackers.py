@@ -1,4 +1,4 @@
-"""What the writers for tracking services tell them; stand-ins take the place of their packages."""
+"""The calls that writers make to tracking services; fakes replace their packages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def package(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
 
 
 class Calls:
-    """A run of a stand-in: keeps what it is told."""
+    """A run of a fake: keeps its arguments."""
 
     def __init__(self, name: str, /, **options: Any) -> None:
         self.id = self.name = name

@@ -118,7 +118,7 @@ def test_results_are_shown_in_short(tmp_path: Path) -> None:
 
 
 class Outputs:
-    """IPython's `display`: keeps what is shown, and how often each output was updated."""
+    """IPython's `display`: keeps the outputs, and how often each was updated."""
 
     def __init__(self) -> None:
         self.shown: list[dict[str, str]] = []

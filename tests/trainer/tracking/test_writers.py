@@ -109,7 +109,7 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
 
 
 @pytest.mark.spec("F309")
-def test_csv_resume_keeps_what_was_written_up_to_the_step_byte_for_byte(tmp_path: Path) -> None:
+def test_csv_resume_keeps_the_rows_up_to_the_step_byte_for_byte(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     text = HEADER + "1,0,a,0.5\n2,0,a,1e-07\n2,0,b,nan\n"
     path.write_text(text + "3,0,a,1.0\n4,0,a,2.0\n")
@@ -129,15 +129,15 @@ def test_csv_resume_cuts_off_a_torn_last_row(tmp_path: Path, torn: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_csv_resume_replaces_only_what_lies_in_the_folder_of_the_run(tmp_path: Path, inside: bool) -> None:
+def test_csv_resume_replaces_only_files_in_the_folder_of_the_run(tmp_path: Path, inside: bool) -> None:
     path = tmp_path / "metrics.csv"
     text = HEADER + "1,0,a,0.5\n900,0,x,1.0\nan edited line\n"
     path.write_text(text)
     before = [Record("a", 0.5, 1, 0), Record("a", 0.5, 2, 0)]
     write(CsvWriter(path), [], resume_step=2, before=before, folder=tmp_path if inside else tmp_path / "run")
     assert path.read_text() == HEADER + "1,0,a,0.5\n2,0,a,0.5\n"
-    aside = tmp_path / "metrics.1.csv"
-    assert not aside.exists() if inside else aside.read_text() == text
+    renamed = tmp_path / "metrics.1.csv"
+    assert not renamed.exists() if inside else renamed.read_text() == text
 
 
 @pytest.mark.parametrize("content", [None, "", "step,ep"])
@@ -163,7 +163,7 @@ def test_csv_never_destroys_the_rows_of_an_earlier_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume_step", [None, 0, 5])
-def test_csv_moves_a_file_that_is_not_ours_aside(tmp_path: Path, resume_step: int | None) -> None:
+def test_csv_renames_a_foreign_file(tmp_path: Path, resume_step: int | None) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("my,precious,results\n9,9,9")
     write(CsvWriter(path), [loss(6)], resume_step=resume_step)
@@ -171,7 +171,7 @@ def test_csv_moves_a_file_that_is_not_ours_aside(tmp_path: Path, resume_step: in
     assert read(path) == [loss(6)]
 
 
-def test_csv_says_what_is_wrong_with_its_use(tmp_path: Path) -> None:
+def test_csv_names_the_fault_of_a_wrong_use(tmp_path: Path) -> None:
     writer = CsvWriter(tmp_path / "metrics.csv")
     with pytest.raises(ConfigurationError, match=r"not open; call open\(\) first"):
         writer.write([loss(1)])
@@ -243,7 +243,7 @@ def test_tensorboard_points_are_on_disk_after_each_write(tmp_path: Path) -> None
         writer.write([loss(2)])
 
 
-def test_tensorboard_missing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_missing_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'trainstack\[tensorboard\]'"):
         TensorBoardWriter(tmp_path)
@@ -275,7 +275,7 @@ def test_stdout_prints_summaries_and_no_single_record(capsys: pytest.CaptureFixt
 def test_stdout_outlives_its_stream_and_its_encoding() -> None:
     closed = io.StringIO()
     closed.close()
-    StdoutWriter(closed).text("nobody reads this")
+    StdoutWriter(closed).text("not printed")
     raw = io.BytesIO()
     ascii_only = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
     StdoutWriter(ascii_only).text("ε = 3")
@@ -325,10 +325,10 @@ class Spy(Writer):
         self.calls: list[str] = []
         self.fails_in = fails_in
 
-    def _called(self, what: str) -> None:
-        self.calls.append(what)
-        if what == self.fails_in:
-            raise OSError(f"disk full in {what}")
+    def _called(self, method: str) -> None:
+        self.calls.append(method)
+        if method == self.fails_in:
+            raise OSError(f"disk full in {method}")
 
     def open(self, run: RunInfo) -> None:
         self._called("open")
@@ -347,10 +347,10 @@ class FailingSpy(Spy):
     pass
 
 
-@pytest.mark.parametrize("what", ["write", "text", "close"])
-def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_go_on(what: str) -> None:
+@pytest.mark.parametrize("method", ["write", "text", "close"])
+def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_continue(method: str) -> None:
     said: list[str] = []
-    before, failing, after = Spy(), FailingSpy(fails_in=what), Spy()
+    before, failing, after = Spy(), FailingSpy(fails_in=method), Spy()
     group = WriterGroup([before, failing, after], said.append)
     group.open(RunInfo())
     for _ in range(2):
@@ -358,11 +358,11 @@ def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_go_on(wha
         group.text("line")
     group.close()
     assert before.calls == after.calls == ["open", "write", "text", "write", "text", "close"]
-    assert failing.calls.count(what) == (2 if what == "close" else 1)  # closed, and let go of once it failed
+    assert failing.calls.count(method) == (2 if method == "close" else 1)  # closed, and let go of once it failed
     assert failing.calls[-1] == "close"
     assert len(said) == 1
     assert said[0].startswith(
-        f"FailingSpy.{what}() failed: OSError: disk full in {what}. This writer gets nothing more"
+        f"FailingSpy.{method}() failed: OSError: disk full in {method}. This writer gets nothing more"
     )
 
 
@@ -380,7 +380,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     spy = Spy()
     group = WriterGroup([spy], pytest.fail)
     group.open(RunInfo())
-    group._process += 1  # what a child sees: it is not the process that opened them
+    group._process += 1  # as in a child: it is not the process that opened them
     group.write([loss(1)])
     group.close()
     assert spy.calls == ["open"]

@@ -1,4 +1,4 @@
-"""Accelerate: the hand-written loop with what its "Quicktour" changes in it."""
+"""Accelerate: the hand-written loop with the changes of its "Quicktour"."""
 
 from __future__ import annotations
 

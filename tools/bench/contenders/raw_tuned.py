@@ -10,7 +10,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """What a user would write who knows of both."""
+    """The loop of a user who knows both."""
     return prepare_handwritten(task, tuned=True)
 
 

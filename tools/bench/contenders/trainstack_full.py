@@ -12,7 +12,7 @@ from tools.bench.task import Task
 
 
 class HookedModule(TaskModule):
-    """Counts its steps; gets what an evaluation collected."""
+    """Counts its steps; gets the collected outputs of an evaluation."""
 
     steps_seen = 0
 

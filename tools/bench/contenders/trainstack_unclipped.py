@@ -1,4 +1,4 @@
-"""trainstack with everything on but clipping: what `trainstack_full` does, for the arithmetic of `raw`."""
+"""trainstack with everything on but clipping: as `trainstack_full`, for the arithmetic of `raw`."""
 
 from __future__ import annotations
 

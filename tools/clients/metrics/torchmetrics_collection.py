@@ -1,4 +1,4 @@
-"""A MetricCollection of torchmetrics beside single metrics, one of them a confusion matrix."""
+"""A MetricCollection of torchmetrics together with single metrics, one of them a confusion matrix."""
 
 import torch
 from torch import nn

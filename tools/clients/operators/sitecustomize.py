@@ -1,4 +1,4 @@
-"""`torchvision::nms` in Python, where torchvision's compiled operators do not load beside the installed torch.
+"""`torchvision::nms` in Python, where torchvision's compiled operators do not load with the installed torch.
 
 `python -m tools.clients` puts this folder into PYTHONPATH only in such an environment, for example with torchvision's
 wheel for CUDA and torch for the CPU. Python imports a `sitecustomize` when it starts, also in processes that a script

@@ -1,4 +1,4 @@
-"""Lookahead of pytorch-optimizer, whose state dict has a form of its own."""
+"""Lookahead of pytorch-optimizer, whose state dict has another form."""
 
 import torch
 from pytorch_optimizer import Lookahead

@@ -1,4 +1,4 @@
-"""A run whose `output_dir` lies on S3, resumed on another disk; the server is moto's."""
+"""A run whose `output_dir` is on S3, resumed on another disk; the server is moto's."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""DPO as in trl: a frozen reference in eval mode beside the model that is trained."""
+"""DPO as in trl: a frozen reference in eval mode, and the trained model."""
 
 import copy
 

@@ -10,7 +10,7 @@ import trainstack as ts
 
 
 class Accuracy(evaluate.Metric):
-    """What a metric of the Hub contains, written in place since nothing is downloaded."""
+    """The content of a metric of the Hub, written in place since nothing is downloaded."""
 
     def _info(self):
         features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})

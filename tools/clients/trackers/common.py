@@ -26,12 +26,12 @@ class Line(ts.SupervisedModule):
         self.crash = crash
 
     def on_end_train_step(self, global_step: int) -> None:
-        """Raise what was asked for."""
+        """Raise the requested error."""
         if self.crash is not None and global_step == 6:
             raise self.crash
 
     def on_end_train_epoch(self, global_step: int) -> None:
-        """Log what is no number."""
+        """Log a value other than a number."""
         self.log_image("media/ramp", torch.linspace(0, 1, 48).reshape(1, 6, 8))
         self.log_text("media/note", f"after step {global_step}")
         self.log_table("media/table", {"step": [global_step], "weight": [self.model.weight.item()]})

@@ -16,7 +16,7 @@ from trainstack import ClearmlWriter
 
 
 def files(folder: Path) -> tuple[dict[str, Any], str, list[str]]:
-    """What the offline session of a run has kept: the task, all reported events, and names of files."""
+    """The content of the offline session of a run: the task, all reported events, and names of files."""
     task_id = json.loads((folder / "clearml-run.json").read_text())["run"]
     (path,) = Path(os.environ["CLEARML_CACHE_DIR"]).rglob(f"*{task_id}.zip")
     with zipfile.ZipFile(path) as archive:

@@ -27,7 +27,7 @@ def offline(folder: Path) -> dict[str, Any]:
 
 
 def texts(folder: Path) -> bytes:
-    """What the archives hold beside the messages."""
+    """The content of the archives apart from the messages."""
     found = b""
     for path in sorted(folder.glob("*.zip")):
         with zipfile.ZipFile(path) as archive:

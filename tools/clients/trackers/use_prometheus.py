@@ -20,7 +20,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """Keeps what is pushed, as a Pushgateway does."""
+    """Keeps pushed values, as a Pushgateway does."""
 
     pushed: ClassVar[list[tuple[str, str]]] = []
 

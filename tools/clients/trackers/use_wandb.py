@@ -50,7 +50,7 @@ def logged(found: list[wandb_internal_pb2.Record]) -> dict[str, list[str]]:
 
 
 def exit_codes(found: list[wandb_internal_pb2.Record]) -> list[int]:
-    """With what each run has ended."""
+    """The exit status of each run."""
     return [record.exit.exit_code for record in found if record.HasField("exit")]
 
 

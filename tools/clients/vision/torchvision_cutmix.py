@@ -33,4 +33,4 @@ def train():
 
 
 if __name__ == "__main__":
-    assert train() == train()  # what is mixed depends on the seed alone
+    assert train() == train()  # the mix depends only on the seed

@@ -3,7 +3,7 @@
 `with accelerator.accumulate(model)`; for a loss over tokens the loop of "Gradient accumulation on training samples of
 variable size"; a schedule over the steps of the loader as it is before `prepare`; `save_state`, `load_state` and
 `skip_first_batches`, the newest folder found as in the example `checkpointing.py`; `use_seedable_sampler=True`;
-`gather_for_metrics`. What such a loop decides by itself, such as modes, is the user's and not asked.
+`gather_for_metrics`. Decisions of such a loop, such as modes, are the user's and are not tested.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Peer(Adapter):
         return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulate, dataloader_config=config)
 
     def _resumed(self, accelerator: Accelerator, task: Task) -> int:
-        """The step to go on after."""
+        """The step after which to continue."""
         if task.resume is None:
             return 0
         path = self.checkpoints(task.folder)[-1] if task.resume == "newest" else task.resume

@@ -1,4 +1,4 @@
-"""A loop by hand with the common mistakes, all of them: it is there to fail every case, and stands in no table."""
+"""A loop by hand with the common mistakes, all of them: it has to fail every case, and is in no table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.conformance.task import Task, seed_all
 
 
 class Peer(Adapter):
-    """What many first scripts look like."""
+    """The form of many first scripts."""
 
     distribution: ClassVar[str] = "torch"
 

@@ -1,1 +1,1 @@
-"""What is asked of a trainer: a small group of cases a file."""
+"""The tests of a trainer: a small group of cases a file."""

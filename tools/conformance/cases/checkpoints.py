@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they should be."""
+"""Damaged and incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torn(adapter: Adapter, name: str, folder: Path) -> Verdict:
     except Exception as error:
         return wrong(f"cannot continue, although an intact one exists: {describe(error)}")
     if len(task.rates) == 2:
-        return wrong(f"goes on from it, although {largest.name} is cut")
+        return wrong(f"continues from it, although {largest.name} is cut")
     return passed() if len(task.rates) == 3 else wrong(f"takes {len(task.rates)} more steps instead of 3")
 
 
@@ -51,7 +51,7 @@ def corrupted(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 
 def _flip_a_bit(checkpoint: Path, weights: Tensor) -> str:
-    """Flip the lowest exponent bit of a weight wherever it lies in the files; the names of those."""
+    """Flip the lowest exponent bit of a weight in each file that has it; returns the names of the files."""
     weight = weights[:16].numpy().tobytes()
     flipped = []
     for file in files_of(checkpoint):

@@ -1,4 +1,4 @@
-"""What goes wrong in a step, and a process that dies."""
+"""Errors in a step, and a process that dies."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def killed(adapter: Adapter, name: str, folder: Path) -> Verdict:
         except Exception as error:
             return wrong(f"killed {how}, it cannot continue: {describe(error)}")
         if len(task.rates) == left - 1:
-            return wrong(f"killed {how}, it goes on from the checkpoint that is not whole")
+            return wrong(f"killed {how}, it continues from the incomplete checkpoint")
         if len(task.rates) != left:
             return wrong(f"killed {how}, it takes {len(task.rates)} more steps instead of {left}")
     return passed()
 
 
 def train_and_die(adapter: Adapter, folder: str, saving: bool) -> None:
-    """In a process of its own."""
+    """In a separate process."""
     passes = 0
 
     def spy(net: Net, x: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Training data: which sample comes when, and how it is loaded."""
+"""Training data: the order and the loading of samples."""

@@ -1,4 +1,4 @@
-"""`as_is` hands a loader over as an iterable of batches."""
+"""`as_is` wraps a loader as a plain iterable of batches."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import Any
 
 
 def as_is(loader: Any) -> Any:
-    """Use the batches of `loader` as they come, with an order and sizes of the loader's own.
+    """Use the batches of `loader` without a change, in the loader's order and sizes.
 
-    For loaders whose `batch_size` has another meaning, such as the parts of a graph in `RandomNodeLoader` of PyTorch
-    Geometric. Override `batch_weight` of the module where the number of samples cannot be told from a batch.
+    This is for loaders whose `batch_size` has another meaning, such as the number of parts of a graph in
+    `RandomNodeLoader` of PyTorch Geometric. If a batch does not show its number of samples, override `batch_weight` of
+    the module.
 
     Args:
-        loader: an iterable. Its length, its data set, `set_epoch` and its state are used where it has them.
+        loader: an iterable. Its length, data set, `set_epoch` and state are used if it has them.
 
     Returns:
-        An iterable for `get_train_dataloader` and the methods for evaluation.
+        an iterable to return from `get_train_dataloader` and the methods for evaluation.
     """
     return _SizedLoader(loader) if hasattr(loader, "__len__") else _Loader(loader)
 
 
 _OWN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")
-"""Attributes of a `DataLoader` that are not those of its batches."""
+"""Attributes of a `DataLoader` that do not describe the batches of a wrapped loader."""
 
 
 class _Loader:

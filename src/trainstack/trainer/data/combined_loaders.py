@@ -1,4 +1,4 @@
-"""Several training loaders in one step: a batch of each, by name."""
+"""Combine several training loaders: each step gets a dict with a batch of each."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from trainstack.trainer.data.step_batches import describe_order, order_of, unsup
 Mode = Literal["min", "max", "cycle"]
 
 _MODES = (
-    "Write combine_loaders='min' in TrainerArguments to end an epoch with the shortest, 'max' to end it with the "
-    "longest while the others give None once they have ended, or 'cycle' to begin the others anew."
+    "Write combine_loaders='min' in TrainerArguments to end an epoch with the shortest loader, 'max' to end it with "
+    "the longest while the others give None after their end, or 'cycle' to restart the others."
 )
 
 
 class CombinedDataset(WrapsDatasets):
-    """The positions of an epoch over several loaders; an item has the samples of each loader at that position.
+    """A dataset of the positions of an epoch over several loaders. An item has the samples of each loader there.
 
-    Each loader has its own order, made of (seed, loader, epoch); the first has the order that it would have alone.
-    With `"max"` a loader gives whole global batches only, so that the parts of a step stay alike.
+    Each loader has a separate order, determined by (seed, loader, epoch). The first has the same order as without the
+    others. With `"max"` a loader gives whole global batches only, so that the parts of a step have the same size.
 
     Args:
-        loaders: by name, each over samples that the library can order.
-        mode: which loader ends an epoch; None where all have the same number of positions.
+        loaders: the loaders by name, each over samples that the library can order.
+        mode: which loader ends an epoch; None if all have the same number of positions.
         batch_size: a loader with k times this batch size gives k samples at each position.
-        global_batch: positions a global step.
-        seed: of the orders.
-        version: of the orders.
+        global_batch: positions in a global step.
+        seed: the seed of the orders.
+        version: the version of the orders.
 
     Raises:
-        ConfigurationError: the loaders cannot be combined so.
+        ConfigurationError: the lengths of the loaders do not fit `mode`.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class CombinedDataset(WrapsDatasets):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Find how many positions an epoch has, and at which of them each loader ends."""
+        """Compute the number of positions of an epoch, and the position at which each loader ends."""
         mode, global_batch = self._mode, self._global_batch
         positions = [order.length // k for order, k in zip(self._orders, self._each, strict=True)]
         samples = {name: order.length for name, order in zip(self._names, self._orders, strict=True)}
         if mode is None and len({order.length / k for order, k in zip(self._orders, self._each, strict=True)}) > 1:
             raise ConfigurationError(
-                f"get_train_dataloader returned loaders of different lengths (samples: {samples}), and nothing says "
-                f"when an epoch ends. {_MODES}"
+                f"get_train_dataloader returned loaders of different lengths (samples: {samples}), so the end of an "
+                f"epoch is not defined. {_MODES}"
             )
-        if mode == "cycle":  # the longest ends with what is left of it
+        if mode == "cycle":  # round up, to use all samples of the longest
             positions = [-(-order.length // k) for order, k in zip(self._orders, self._each, strict=True)]
         self._length = (min if mode in ("min", None) else max)(positions)
         self._ends = [
@@ -81,9 +81,9 @@ class CombinedDataset(WrapsDatasets):
         ]
         if not all(self._ends):
             raise ConfigurationError(
-                f"the samples of some loader are too few for one global step of {global_batch} (samples: {samples}; "
-                f"at each position: {dict(zip(self._names, self._each, strict=True))}). Write a smaller "
-                "train_batch_size, or combine_loaders='cycle'."
+                f"a loader has too few samples for one global step of {global_batch} (samples: {samples}; at each "
+                f"position: {dict(zip(self._names, self._each, strict=True))}). Write a smaller train_batch_size, or "
+                "combine_loaders='cycle'."
             )
 
     def __len__(self) -> int:
@@ -97,11 +97,11 @@ class CombinedDataset(WrapsDatasets):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of `epoch` from now on, over the lengths that the parts have now.
+        """Use the order of `epoch` from now on, with the current lengths of the parts.
 
         Raises:
-            ConfigurationError: the loaders cannot be combined so in this epoch.
-            ModuleContractError: samples have come for which no length is known.
+            ConfigurationError: the lengths of this epoch do not fit the mode.
+            ModuleContractError: a `LengthGroupedSampler` has lengths for another number of samples.
         """
         self._epoch, self._permutations = epoch, {}
         lengths = [len(part) for part in self.parts]
@@ -128,8 +128,8 @@ def _samples_at_a_position(name: str, loader: Any, batch_size: int) -> int:
     if loader.batch_size % batch_size:
         raise ModuleContractError(
             f"get_train_dataloader was called with batch_size={batch_size}, and the loader {name!r} has batch_size="
-            f"{loader.batch_size}. Write batch_size=batch_size, or a whole multiple of it for a loader that gives more "
-            "samples a step."
+            f"{loader.batch_size}. Write batch_size=batch_size, or a multiple of it for a loader that gives more "
+            "samples in a step."
         )
     return int(loader.batch_size // batch_size)
 
@@ -160,9 +160,9 @@ class _WorkerStarts:
 
 
 class CombinedLoader(DataLoader[Any]):
-    """A loader over a `CombinedDataset`, which is ordered, split by rank and resumed as any other.
+    """A loader over a `CombinedDataset`, which is ordered, split by rank and resumed like any other.
 
-    Its workers load the samples of all loaders: as many as the loader with the most has.
+    Its workers load the samples of all loaders. Their number is the largest `num_workers` of the loaders.
     """
 
     def __init__(
@@ -191,10 +191,10 @@ class CombinedLoader(DataLoader[Any]):
 
 
 class ZippedLoaders:
-    """Batches of several loaders, some of them with an order of its own, as one loader with an order of its own.
+    """Combines the batches of several loaders, at least one of which has a custom order. The result has one, too.
 
     Args:
-        loaders: by name.
+        loaders: the loaders by name.
         mode: which loader ends an epoch.
     """
 
@@ -224,7 +224,7 @@ class ZippedLoaders:
             del batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loaders and their parts which epoch is read."""
+        """Call `set_epoch` of the loaders and their parts."""
         for loader in self.loaders.values():
             set_epoch(loader, epoch, in_own_order=True)
 
@@ -236,13 +236,13 @@ def _take(stream: Iterator[Any], into: list[Any]) -> None:
 
 
 class Combiner:
-    """Makes one loader of what `get_train_dataloader` returns.
+    """Makes one loader of the result of `get_train_dataloader`.
 
     Args:
-        args: of the run.
-        seed: of the orders.
-        version: of the orders.
-        private: whether records are drawn at random.
+        args: the arguments of the run.
+        seed: the seed of the orders.
+        version: the version of the orders.
+        private: whether the run is private and draws its records at random.
     """
 
     def __init__(self, args: TrainerArguments, seed: int, version: int, *, private: bool) -> None:
@@ -250,13 +250,13 @@ class Combiner:
         self._made: tuple[list[tuple[str, Any]], int, Any] | None = None
 
     def combine(self, returned: Any, plan: TrainingPlan) -> Any:
-        """A loader whose batches are dicts with a batch of each loader in a dict; other loaders as they are.
+        """Combine a dict of loaders into one loader, whose batches are dicts. Other loaders are returned unchanged.
 
-        The same loaders give the same one, whose workers may be kept.
+        For the same loaders the same object is returned, so that its workers may be kept.
 
         Raises:
-            ModuleContractError: not all in it are loaders by name.
-            ConfigurationError: `combine_loaders` is needed, or the loaders cannot be combined so.
+            ModuleContractError: `returned` is a list, or a dict with other items than loaders by name.
+            ConfigurationError: `combine_loaders` is needed, or does not fit the loaders.
         """
         if isinstance(returned, list | tuple) and returned and all(isinstance(one, DataLoader) for one in returned):
             raise ModuleContractError(
@@ -277,8 +277,8 @@ class Combiner:
             return CombinedLoader(loaders, mode, plan.micro_batch, plan.global_batch, **self._order)
         if mode is None:
             raise ConfigurationError(
-                "get_train_dataloader returned several loaders, of which some have an order of their own, and nothing "
-                f"says when an epoch ends. {_MODES}"
+                "get_train_dataloader returned several loaders, some with a custom order, so the end of an epoch is "
+                f"not defined. {_MODES}"
             )
         return ZippedLoaders(loaders, mode)
 
@@ -292,7 +292,8 @@ class Combiner:
         if not loaders:
             raise ModuleContractError("get_train_dataloader returned an empty dict. Return loaders by name.")
         if self._private or self._args.overfit_batches:
-            what = "a private run draws its records from" if self._private else "overfit_batches is for"
+            reason = "a private run draws its records from" if self._private else "overfit_batches is for"
             raise ConfigurationError(
-                f"get_train_dataloader returned {len(loaders)} loaders, and {what} one data set. Return one DataLoader."
+                f"get_train_dataloader returned {len(loaders)} loaders, and {reason} one data set. Return one "
+                "DataLoader."
             )

@@ -18,26 +18,27 @@ from trainstack.trainer.core.state_tree import SMALL, copied, same, size_of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set, deque, tuple, frozenset)
 _INERT = (Tensor, np.ndarray, nn.Module, Dataset, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-"""Attributes of these classes, and generators, do not prevent the restoring of the others."""
+"""If a dataset has attributes of these classes or generators, its other attributes can still be restored."""
 
 
 class DatasetSnapshot:
     """The plain attributes of the datasets of a module: numbers, text, and small containers, arrays and tensors.
 
     Datasets are found among the attributes of the module and its parts, in their loaders, lists and dicts, in other
-    datasets, and among the global variables beside the classes of the parts.
+    datasets, and among the global variables of the Python modules that define the classes of the parts.
 
     Args:
-        module: is searched; nothing in it is called.
+        module: the module to search. Nothing in it is called.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._datasets = [(name, one, _Attributes(one)) for name, one in _find(module).items()]
 
     def restore(self) -> list[str]:
-        """Restore what has changed; returns the names of changed attributes that keep their new values.
+        """Restore changed attributes. Returns the names of changed attributes that keep their new values.
 
-        Those of a dataset with other objects, such as an open file, are left, since both may have to fit together.
+        A dataset with other objects, such as an open file, is not restored, because its numbers may have to fit these
+        objects.
         """
         return [f"{name}.{key}" for name, _, attributes in self._datasets for key in attributes.restore()]
 
@@ -80,7 +81,7 @@ def _is_small(value: Any) -> bool:
     return is_data and size_of(value) <= SMALL
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:
+def _is_plain(value: Any, depth: int = 4) -> bool:  # deeper containers are data, or contain themselves
     if type(value) in _CONTAINERS and len(value) <= SMALL and depth:
         items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
         return all(_is_plain(item, depth - 1) for item in items)
@@ -88,7 +89,7 @@ def _is_plain(value: Any, depth: int = 4) -> bool:
 
 
 def _fill(value: Any, kept: Any) -> Any:
-    """`value` with the content of `kept`: the same object where that is possible, since others may hold it."""
+    """`value` with the content of `kept`, in place if possible, because other objects may hold it."""
     if isinstance(value, list):
         value[:] = kept
     elif isinstance(value, dict | set | deque):
@@ -113,7 +114,7 @@ def _find(module: nn.Module) -> dict[str, Any]:
         if scope.partition(".")[0] not in ("torch", "trainstack", "builtins") and scope in sys.modules:
             roots += vars(sys.modules[scope]).items()
     for name, root in roots:
-        for path, dataset in _datasets_in(name, root, 4):
+        for path, dataset in _datasets_in(name, root, 4):  # deeper than any usual nesting of wrappers
             if id(dataset) not in seen:
                 seen.add(id(dataset))
                 found[path] = dataset
@@ -125,7 +126,7 @@ def _datasets_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]
         return
     if isinstance(value, DataLoader):
         yield from _datasets_in(f"{name}.dataset", value.dataset, depth)
-    elif type(value) in (list, tuple, dict) and len(value) <= 100:
+    elif type(value) in (list, tuple, dict) and len(value) <= 100:  # a longer one holds samples, not datasets
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _datasets_in(f"{name}[{key!r}]", item, depth - 1)

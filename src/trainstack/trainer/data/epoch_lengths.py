@@ -1,4 +1,4 @@
-"""`EpochLengths` keeps the plan to the length that the data of each epoch have."""
+"""`EpochLengths` updates the plan with the length of the data of each epoch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainstack.trainer.core.state import RunState
 
 
 class EpochLengths:
-    """Follows data that change their length by epoch, and reports lengths that were stated wrongly.
+    """Updates the plan if the length of the data changes between epochs, and warns of wrong lengths.
 
     Args:
-        log: for the report.
+        log: logs the warning.
 
     Attributes:
-        may_change: whether an epoch may have another length than the one before.
-        expected: samples of the epoch within which a run resumes; None if unknown.
+        may_change: whether an epoch may have another length than the previous one.
+        expected: the number of samples of the resumed epoch; None if unknown.
     """
 
     def __init__(self, log: RunLogger) -> None:
@@ -27,18 +27,19 @@ class EpochLengths:
         self.expected: int | None = None
 
     def follow(self, before: TrainingPlan, now: TrainingPlan, state: RunState) -> TrainingPlan:
-        """The plan `before` with the lengths of `now`, which is made of the data of the epoch under way.
+        """The plan `before` with the lengths of `now`, the plan for the data of the current epoch.
 
         Raises:
-            CheckpointMismatchError: the run goes on within the epoch, whose data had another length.
-            ModuleContractError: the length has changed, and schedules were laid out for the one before.
+            CheckpointMismatchError: the run resumes within the epoch, and its data had another length.
+            ModuleContractError: the length has changed, and a schedule depends on the previous length.
         """
         expected = self.expected if self.expected is not None or not state.steps_in_epoch else before.samples_per_epoch
         self.expected = None
         if None not in (expected, now.samples_per_epoch) and now.samples_per_epoch != expected:
             raise CheckpointMismatchError(
-                f"the checkpoint lies within epoch {state.epoch} of a data set of {expected} samples; the data set now "
-                f"has {now.samples_per_epoch}. Resume with the same data, or from a checkpoint at an epoch's end."
+                f"the checkpoint was written within epoch {state.epoch} of a data set of {expected} samples; the data "
+                f"set now has {now.samples_per_epoch}. Resume with the same data, or from a checkpoint at the end of "
+                "an epoch."
             )
         if (now.samples_per_epoch, now.steps_per_epoch) == (before.samples_per_epoch, before.steps_per_epoch):
             return before
@@ -59,13 +60,13 @@ class EpochLengths:
         )
 
     def report(self, plan: TrainingPlan, state: RunState) -> None:
-        """Warn, once, where the epoch that has ended had another number of steps than its loader's length says."""
+        """Warn once if the finished epoch had another number of steps than planned from the length of its loader."""
         planned, done, last = plan.steps_per_epoch, state.steps_in_epoch, plan.max_steps
         differs = plan.samples_per_epoch is None and planned is not None and done != planned
         if differs and (last is None or state.global_step < last) and not self._reported:
             self._reported = True
             self._log.warning(
-                f"epoch {state.epoch} had {done} global steps, and the length of the training loader stands for "
-                f"{planned}: schedules and progress are laid out for those. Let __len__ of the data set return how "
-                "many samples it gives, or write max_steps=..."
+                f"epoch {state.epoch} had {done} global steps, but schedules and progress are planned for {planned}, "
+                "from the length of the training loader. Return the number of samples from __len__ of the data set, or "
+                "write max_steps=..."
             )

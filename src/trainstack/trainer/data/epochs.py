@@ -1,4 +1,4 @@
-"""`set_epoch` tells a loader's parts which epoch is read."""
+"""`set_epoch` sets the epoch in all parts of a loader."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainstack.errors import ModuleContractError, annotate
 
 
 class WrapsDatasets(Dataset[Any]):
-    """A dataset of the library's over others.
+    """The base of the library's datasets that wrap other datasets.
 
     Attributes:
-        parts: the others.
+        parts: the wrapped datasets.
     """
 
     parts: Sequence[Any] = ()
 
 
 def datasets_in(dataset: Any) -> Iterator[Any]:
-    """`dataset`, and the datasets inside torch's wrappers and the library's; a wrapper of the library after its parts.
+    """`dataset`, and the datasets inside wrappers of torch and the library.
 
-    Its `set_epoch` may look at their lengths.
+    A wrapper of the library comes after its parts, because its `set_epoch` may read their lengths.
     """
     if not isinstance(dataset, WrapsDatasets):
         yield dataset
@@ -40,22 +40,22 @@ def datasets_in(dataset: Any) -> Iterator[Any]:
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """The sampler, the batch sampler and its sampler; None for what the loader lacks."""
+    """The sampler, the batch sampler and its sampler; None for each that is missing."""
     batches = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 def set_epoch(loader: Any, epoch: int, *, in_own_order: bool, told: Iterable[Any] = ()) -> None:
-    """Call `set_epoch(epoch)` where a loader has it, on each object once.
+    """Call `set_epoch(epoch)` of the parts of a loader that have it, once for each object.
 
     Args:
-        loader: what the module returned.
-        epoch: the epoch whose first batch is read next.
-        in_own_order: whether its samplers are used; if not, only datasets are called.
-        told: objects that know the epoch already.
+        loader: the loader that the module returned.
+        epoch: the next epoch to read.
+        in_own_order: whether the samplers of the loader are used; if not, only datasets are called.
+        told: objects that already have the epoch.
 
     Raises:
-        ModuleContractError: the parts of a `ConcatDataset` have other lengths than when it was made.
+        ModuleContractError: the lengths of the parts of a `ConcatDataset` have changed since it was made.
     """
     owners = list(datasets_in(getattr(loader, "dataset", None)))
     call_set_epoch([*owners, *samplers_of(loader), loader] if in_own_order else owners, epoch, told)
@@ -65,9 +65,9 @@ def set_epoch(loader: Any, epoch: int, *, in_own_order: bool, told: Iterable[Any
 
 
 def tell_users_datasets(loader: Any, epoch: int) -> list[Any]:
-    """Call `set_epoch(epoch)` of the user's datasets behind the loader of the epoch before; returns those datasets.
+    """Call `set_epoch(epoch)` of the user's datasets in the loader of the previous epoch. Returns those datasets.
 
-    `get_train_dataloader` may read their lengths, so they are told before it is called.
+    This must precede `get_train_dataloader`, which may read their lengths.
     """
     owners = [one for one in datasets_in(getattr(loader, "dataset", None)) if not isinstance(one, WrapsDatasets)]
     call_set_epoch(owners, epoch)
@@ -79,13 +79,13 @@ def _check_lengths(dataset: ConcatDataset[Any], epoch: int) -> None:
     if now != dataset.cumulative_sizes:
         raise ModuleContractError(
             f"a ConcatDataset was made of {dataset.cumulative_sizes[-1]} samples, and its parts have {now[-1]} in "
-            f"epoch {epoch}. It keeps the lengths that it was made with, so other samples would be read. Make it in "
+            f"epoch {epoch}. It does not update the lengths, so it would read other samples. Create it in "
             "get_train_dataloader, which is called for each epoch."
         )
 
 
 def call_set_epoch(owners: Iterable[Any], epoch: int, told: Iterable[Any] = ()) -> None:
-    """Call `set_epoch(epoch)` of each of `owners` that has it, once, and not of those in `told`."""
+    """Call `set_epoch(epoch)` once for each of `owners` that has it and is not in `told`."""
     called = {id(one) for one in told}
     for owner in owners:
         method = getattr(owner, "set_epoch", None)

@@ -1,4 +1,4 @@
-"""Hashes of three fixed samples, which tell whether two runs or ranks have the same dataset."""
+"""Hashes of three fixed samples, to compare the datasets of runs and ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainstack.trainer.data.loading import SeededDataset
 from trainstack.trainer.data.step_batches import unsupported_order_reason
 
 MAX_ITEMS = 1000
-"""Containers with more items than this are data, which the copy of a dataset shares."""
+"""The largest number of items of a container that is copied. Larger ones are data, which the copy shares."""
 MAX_COPY = 2**24
-"""Bytes of a dataset, apart from what the copy shares, above which no copy is made."""
+"""The largest number of bytes of a copy, without shared objects. A larger dataset is not copied."""
 MAX_OBJECTS = 20_000
-"""Objects of a dataset above which no copy is made, which takes about 2 microseconds for each."""
+"""The largest number of objects of a dataset that is copied. The copy takes about 2 microseconds for each."""
 SMALL = 2**16
-"""Bytes of a tensor or an array up to which it may be a counter, and is copied."""
+"""The largest number of bytes of a tensor or an array that may be a counter, and is copied."""
 REPEATS = 8
-"""Fetches that tell random samples from others. A coin flip comes out the same on two ranks in one of 10,000 starts."""
+"""The number of fetches that find random samples. They miss a coin flip on two ranks in one of 10,000 starts."""
 
 Samples = dict[str, dict[str, str]]
 """By index: hashes of the numbers in a sample, by their place in it."""
@@ -35,14 +35,14 @@ Samples = dict[str, dict[str, str]]
 def sample_hashes(loader: Any, seed: int) -> Samples:
     """Hashes of the first, the middle and the last sample, as the library loads them in epoch 0.
 
-    The samples are fetched from a copy. So attributes and generators of the user's dataset stay as they are, and so do
-    counters and caches in small containers and arrays. Large ones are shared, and what a fetch writes to them stays.
-    The copy is pickled, by the dataset's own `__getstate__` if it has one. A dataset that cannot be copied or has no
-    indices gives no hashes; nor does a sample that cannot be fetched.
+    The samples are fetched from a copy, so that attributes, generators, counters and caches in small containers and
+    arrays of the user's dataset do not change. Large ones are shared, so writes of a fetch to them remain. The copy is
+    made by pickle, with the `__getstate__` of the dataset. There are no hashes of a dataset that cannot be copied or
+    has no indices, and of a sample that cannot be fetched.
 
     Args:
-        loader: of the training data.
-        seed: of the run.
+        loader: the training loader.
+        seed: the seed of the run.
     """
     dataset = _copy_of(loader)
     return {} if dataset is None else _fetch(dataset, len(loader.dataset), seed)
@@ -52,8 +52,8 @@ def random_places(loader: Any, seed: int) -> tuple[Samples, bool]:
     """Fetch the samples of `sample_hashes` several times, to find those with random numbers that are not seeded.
 
     Returns:
-        the numbers that were not always the same, and whether the fetches changed nothing in the copy: a generator of
-        the dataset's own, a counter or a cache.
+        the places of numbers that differed between fetches, and whether the fetches left the copy unchanged: its
+        generators, counters and caches.
     """
     dataset = _copy_of(loader)
     if dataset is None:
@@ -88,17 +88,16 @@ def _fetch(dataset: Any, count: int, seed: int) -> Samples:
 
 
 def copy_dataset(dataset: Any) -> Any:
-    """A copy of `dataset` that shares its large arrays and containers, its functions and modules; None if none can be
-    made."""
+    """A copy of `dataset` that shares large arrays and containers, functions and modules; None if that fails."""
     contents = _contents(dataset)
     try:
         return None if contents is None else contents.restore()
-    except Exception:  # whatever a class does to be unpickled
+    except Exception:  # a class may raise anything when it is unpickled
         return None
 
 
 class _Contents:
-    """An object as bytes, apart from `parts`: what a copy shares, and copies of small arrays."""
+    """An object as bytes, except for `parts`: shared objects, and copies of small arrays."""
 
     def __init__(self, value: Any) -> None:
         self.buffers: list[pickle.PickleBuffer] = []
@@ -118,7 +117,7 @@ class _Contents:
 def _contents(value: Any) -> _Contents | None:
     try:
         return _Contents(value)
-    except Exception:  # whatever a class does to be pickled
+    except Exception:  # a class may raise anything when it is pickled
         return None
 
 
@@ -142,13 +141,13 @@ class _Limited(io.BytesIO):
 
 
 class _Copier(pickle.Pickler):
-    """Writes all objects except shared ones. The bytes never leave this process."""
+    """Writes all objects except shared ones. The bytes are only read by this process."""
 
     def __init__(self, sink: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=buffers.append)
+        super().__init__(sink, protocol=5, buffer_callback=buffers.append)  # 5 is the first with `buffer_callback`
         self.sink, self.parts = sink, list[Any]()
         self._numbers = dict[int, int]()
-        self._kept = list[Any]()  # so that no identity is used twice
+        self._kept = list[Any]()  # holds the objects, so that no `id` is reused
         self._free, self._count = MAX_COPY, 0
 
     def persistent_id(self, obj: Any) -> int | None:

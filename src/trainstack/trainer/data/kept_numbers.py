@@ -1,4 +1,4 @@
-"""`KeptNumbers` puts numbers back that a dataset or `collate_fn` keeps of a sample."""
+"""`KeptNumbers` restores numbers that a dataset or `collate_fn` has stored from a sample."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from trainstack.backends.dp.sealed.object_attributes import ClassAttributes, att
 from trainstack.backends.generator_search import is_of_user
 
 _ITEMS, _OBJECTS = 100, 200
-"""Items of a container, and objects and containers, that are looked at: more of them are data."""
+"""The largest numbers of items of a container, and of objects and containers, that are searched. More are data."""
 _TENSOR, _ARRAY, _BUDGET = 2**16, 2**12, 2**20
-"""Bytes of a tensor and of an array that are copied, and of all of them together."""
+"""The largest number of bytes of a copied tensor, of a copied array, and of all copies. Tensors count their writes;
+arrays are compared for each sample, so only smaller ones are copied."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _LISTS, _CONTAINERS = (list, deque, set), (list, deque, set, dict, tuple)
@@ -29,14 +30,14 @@ _ABSENT = object()
 
 
 class KeptNumbers:
-    """The numbers in attributes of objects, in containers and in closures, at one moment.
+    """A snapshot of the numbers in attributes of objects, in containers and in closures.
 
-    A running maximum that a dataset updates in `__getitem__` would make a sample depend on those before it. The objects
-    that user's objects hold are followed, such as transforms. A file that is opened late, an array that is loaded late,
-    and caches in dicts are left alone. Global variables and attributes of library objects are not seen.
+    A running maximum that a dataset updates in `__getitem__` would make a sample depend on earlier samples. The search
+    follows the objects that user's objects hold, such as transforms. It does not restore lazily opened files, lazily
+    loaded arrays and caches in dicts, and does not see global variables and attributes of library objects.
 
     Args:
-        roots: such as a dataset.
+        roots: the objects to search, such as a dataset.
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -51,13 +52,13 @@ class KeptNumbers:
             if not isinstance(value, _SCALARS) and id(value) not in seen:
                 seen.add(id(value))
                 ahead += self._look(value)
-        # views of dicts are live, so that one pass shows whether anything has changed
+        # views of dicts follow their changes, so that one pass over `_live` finds any change
         self._live = [*(live.values() for live, *_ in self._mappings), *(value for value, _ in self._lists)]
         self._items = [item for part in self._live for item in part]
         self._lengths = [len(part) for part in self._live]
 
     def _look(self, value: Any) -> Iterator[Any]:
-        """Note what `value` holds; returns the values to look at next."""
+        """Note the contents of `value`. Returns the values to search next."""
         if isinstance(value, Tensor | np.ndarray):
             self._add_numbers(value)
         elif isinstance(value, _CONTAINERS):
@@ -78,7 +79,7 @@ class KeptNumbers:
                 live = vars(owner) if isinstance(held, ClassAttributes) else held
                 self._mappings.append((live, held, dict(held), True))
                 yield from held.values()
-        else:  # of a library, which may hold objects of the user
+        else:  # an object of a library, which may hold objects of the user
             found = [*getattr(value, "__dict__", {}).values()]
             yield from (one for one in found if isinstance(one, (*_CONTAINERS, Dataset)) or is_of_user(type(one)))
 
@@ -98,17 +99,17 @@ class KeptNumbers:
             if not value.dtype.hasobject and value.flags.writeable:
                 self._arrays.append((value, value.tobytes()))
         elif not value.is_inference() and type(value) is Tensor:
-            self._tensors.append((value, value._version, value.detach().clone()))  # torch 2.13.0
+            self._tensors.append((value, value._version, value.detach().clone()))  # private, checked on torch 2.13.0
         self._left -= value.nbytes
 
     def restore(self, made: Any) -> Any:
-        """Give numbers, tensors and arrays back to what holds others by now.
+        """Restore changed numbers, tensors and arrays.
 
         Args:
-            made: a sample or a batch, which may have the memory of a tensor or array.
+            made: a sample or a batch, which may share memory with a restored tensor or array.
 
         Returns:
-            `made`, or a copy with other memory.
+            `made`, or a copy of it if a tensor or an array was restored.
         """
         if [*map(len, self._live)] != self._lengths or not all(map(is_, chain.from_iterable(self._live), self._items)):
             self._restore_containers()
@@ -139,17 +140,17 @@ class KeptNumbers:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # empty
+    except ValueError:  # the cell is empty
         return _ABSENT
 
 
 def _restore_items(held: MutableMapping[str, Any], before: Mapping[str, Any], is_object: bool) -> None:
-    """Put back numbers of an object or a dict. A cache adds items by other keys than text to a dict, which stay."""
+    """Restore numbers of an object or a dict. New items of a dict whose keys are not text remain: they are a cache."""
     changed = {key for key in {**before, **held} if held.get(key, _ABSENT) is not before.get(key, _ABSENT)}
     opened = any(before.get(key) is None and not _is_number(held.get(key, _ABSENT)) for key in changed)
     for key in changed:
         now, value = held.get(key, _ABSENT), before.get(key, _ABSENT)
-        is_flag = opened and isinstance(now, bool)  # such as that of a file that is open now
+        is_flag = opened and isinstance(now, bool)  # such as whether a file is open, and the file was opened
         if is_flag or not _is_kept(value, now) or not (is_object or value is not _ABSENT or isinstance(key, str)):
             continue
         if value is _ABSENT:
@@ -165,11 +166,11 @@ def _restore_list(value: Any, items: tuple[Any, ...]) -> None:
 
 
 def _is_kept(before: Any, now: Any) -> bool:
-    """Whether `now` may hold something of a sample, and `before` is to be put back."""
+    """Whether `now` may come from a sample, so that `before` must be restored."""
     if isinstance(before, _CONTAINERS) and isinstance(now, type(before)):
         return len(before) <= _ITEMS
     if before is None or before is _ABSENT:
-        return _is_number(now) and getattr(now, "nbytes", 0) <= _ARRAY  # a larger one is loaded late
+        return _is_number(now) and getattr(now, "nbytes", 0) <= _ARRAY  # a larger array is lazily loaded data
     return _is_number(before) and (now is _ABSENT or _is_number(now))
 
 

@@ -19,15 +19,16 @@ from trainstack.trainer.data.torch_classes import draws_first_batch_alone
 
 
 class LoaderState:
-    """The state of the training loader over a restart.
+    """Saves and restores the state of the training loader.
 
-    The loop takes no batch before the step that trains on it, so at a step boundary the loader's state is the position
-    of training.
+    The loop fetches no batch before the step that trains on it, so at a step boundary the loader's state is the
+    position of training.
 
     Args:
-        log: for warnings about what cannot be exact.
+        log: logs warnings about an inexact resume.
         fast_paths: whether torch's loaders may be read by `fast_batches`.
-        split_by_rank: whether each rank's loader gives other samples, so that no rank can use the state of another.
+        split_by_rank: whether the loaders of the ranks give different samples, so that a rank cannot use the state of
+            another.
     """
 
     _generators: LoaderGenerators | None = None
@@ -40,24 +41,24 @@ class LoaderState:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint's state waits for its loader."""
+        """Whether a state of a checkpoint has not been loaded yet."""
         return self._pending is not None
 
     def attach(self, loader: Any) -> None:
-        """See a loader that is not iterated over yet."""
+        """Set the loader, before its first iteration."""
         self._lasting = loader is self._loader
         self._loader, self._iterated = loader, False
 
     def begin(
         self, loader: Any, generators: LoaderGenerators, *, within: bool, counter: SampleCounter | None = None
     ) -> tuple[Iterator[Any], bool]:
-        """The batches of an epoch, and whether they go on from where a checkpoint stood.
+        """The batches of an epoch, and whether they begin at the position of a checkpoint.
 
         The iterator of `loader` is made and used under `generators`. `counter`, if given, reads a loader without a
-        state, and so learns how many samples its batches have.
+        state, to count the samples of its batches.
 
         Raises:
-            CheckpointMismatchError: the loader does not take the checkpoint's state.
+            CheckpointMismatchError: the loader does not load the checkpoint's state.
         """
         self.attach(loader)
         pending, self._pending = self._pending, None
@@ -71,22 +72,22 @@ class LoaderState:
         try:
             batches = IsolatedIterator(generators, lambda: self._continue(loader, pending, within))
             if within:
-                generators.update_state(pending["random"])  # of what was read before the checkpoint
+                generators.update_state(pending["random"])  # as after the batches before the checkpoint
             return batches, within
-        except Exception as error:  # torchdata asserts; others raise what they like
+        except Exception as error:  # torchdata uses assertions; other loaders may raise anything
             workers = getattr(loader, "num_workers", None)
             asked = "" if workers is None else f" (num_workers={workers} now)"
             raise CheckpointMismatchError(
-                f"the training loader, a {type(loader).__name__}, does not take back the state it had when the "
-                f"checkpoint was written: {type(error).__name__}: {error}. Make it as it was then, with the same "
-                f"number of workers{asked}. A loader made anew in each epoch lets a "
-                "run go on from a checkpoint at an epoch's end with any number of them."
+                f"the training loader, a {type(loader).__name__}, does not load its state in the checkpoint: "
+                f"{type(error).__name__}: {error}. Create the same loader as then, with the same number of "
+                f"workers{asked}. If each epoch creates a new loader, a run can resume at the end of an epoch with any "
+                "number of workers."
             ) from error
 
     def get_state(self, *, within: bool) -> dict[str, Any] | None:
-        """What `restore` takes back; None where the next epoch needs nothing of this one's loader.
+        """The state for `restore`; None if the next epoch does not depend on this epoch's loader.
 
-        A loader that `get_train_dataloader` makes anew in each epoch matters only within its epoch.
+        If `get_train_dataloader` makes a new loader in each epoch, its state is only needed within the epoch.
         """
         if self._pending is not None:
             return self._pending
@@ -99,25 +100,25 @@ class LoaderState:
         return {"loader": state, "exhausted": self._exhausted, "random": random}
 
     def restore(self, states: Sequence[dict[str, Any] | None] | None, world: World) -> None:
-        """Take the states of all processes' loaders; each takes its own, or the first if there are other processes.
+        """Restore this process's loader state, or that of the first if the number of processes has changed.
 
         Raises:
-            CheckpointMismatchError: there are other processes, and each loader gave other samples.
+            CheckpointMismatchError: the number of processes has changed, and each loader gave other samples.
         """
         if not states:
             return
         same = len(states) == world.size
         if self._split_by_rank and not same:
             raise CheckpointMismatchError(
-                f"the checkpoint has the states of {len(states)} loaders, each of which gave its process its own part "
-                f"of the data (data_sharding='loader'), and {world.size} processes cannot share them. Resume with "
-                f"{len(states)} processes, or make the loader anew in each epoch and resume from an epoch's end."
+                f"the checkpoint has the states of {len(states)} loaders, each with a part of the data "
+                f"(data_sharding='loader'), and {world.size} processes cannot share them. Resume with {len(states)} "
+                "processes, or create a new loader in each epoch and resume from the end of an epoch."
             )
         self._pending = states[world.rank] if same else states[0]
         if not same and self._pending is not None:
             self._log.warning(
-                f"the checkpoint has the loaders' states of {len(states)} processes; each of the {world.size} goes on "
-                "with that of the first."
+                f"the checkpoint has the loaders' states of {len(states)} processes; each of the {world.size} uses the "
+                "state of the first."
             )
 
     def _read(self, loader: Any, counter: SampleCounter | None) -> Iterator[Any]:
@@ -139,28 +140,28 @@ class LoaderState:
 
 
 def _state_for_next_epoch(loader: Any, pending: dict[str, Any]) -> Any:
-    """The state of `loader` at the beginning of the epoch that follows the one of `pending`.
+    """The state of `loader` at the beginning of the epoch after the one of `pending`.
 
-    An iterator draws from the global generators when it is made. One made of the beginning's state draws what one of
-    an unbroken run does; those made on the way there draw in vain.
+    An iterator draws from the global generators when it is made. The draws of the iterators in this function are
+    undone; the iterator of the new epoch draws the same numbers as in an uninterrupted run.
     """
     with preserve_host_rng():
         loader.load_state_dict(pending["loader"])
         iter(loader)
-        if not pending["exhausted"]:  # that was the rest of an epoch that was cut short
+        if not pending["exhausted"]:  # the first iterator is for the rest of the shortened epoch
             iter(loader)
         return loader.state_dict()
 
 
 def missing_state_description(loader: Any) -> str:
-    """In words, what the state of `loader` does not hold."""
+    """Sentences about random numbers that the state of `loader` does not contain; empty if there are none."""
     said = ""
     sampler = getattr(loader, "sampler", None)
     if type(sampler) is RandomSampler and sampler.generator is not None:
         said += (
-            " Its RandomSampler draws from a generator of yours, which the state does not hold: after the first epoch "
-            "another order would follow. Use torchdata.stateful_dataloader.sampler.RandomSampler."
+            " Its RandomSampler draws from your generator, which is not in the state: after the first epoch the order "
+            "would differ. Use torchdata.stateful_dataloader.sampler.RandomSampler."
         )
     if getattr(loader, "num_workers", 0):
-        said += " Random numbers that its workers draw are not part of it."
+        said += " Random numbers of its workers are not in the state."
     return said

@@ -1,4 +1,4 @@
-"""Loading of samples by index, each under its own random seed."""
+"""Load samples by index, each with a separate random seed."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from trainstack.trainer.data.worker_signals import (
 class WorkerStart:
     """A `worker_init_fn` for the library's loaders.
 
-    A worker lives until its loader ends it or the training process has ended. Terminals, torchrun and schedulers send
-    signals to whole groups of processes. A worker that died of one would make its loader raise in the middle of the
-    step after which the run was to stop. So a worker ignores them, however often they come.
+    A worker runs until its loader ends it or the training process has ended. Terminals, torchrun and schedulers send
+    signals to whole groups of processes. If a signal killed a worker, its loader would raise within the last step
+    before the stop. So a worker ignores these signals.
 
-    `get_worker_info().dataset` becomes the user's dataset. torch fetches from the `SeededDataset` around it, which no
-    user code ever meets.
+    `get_worker_info().dataset` becomes the user's dataset. torch fetches from the `SeededDataset` around it, which is
+    hidden from user code.
 
     Args:
-        then: the `worker_init_fn` of the user's loader.
+        then: the `worker_init_fn` of the user's loader; None without one.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -63,27 +63,27 @@ _live_iterators: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = we
 
 
 def shutdown_workers_with(owner: object, iterator: Any) -> weakref.finalize[Any, Any]:
-    """Let the workers behind a loader's iterator end with `owner`, and at the latest with Python.
+    """End the workers of a loader's iterator when `owner` is deleted, and at the latest when Python exits.
 
-    torch ends them when it deletes the iterator. Where it deletes it as part of a reference cycle, though, the queue
-    for that message is closed before, and torch waits 10 s in vain for each. When Python ends, they get a SIGTERM,
-    which they ignore (see `WorkerStart`), and torch waits for ever.
+    torch ends them when the iterator is deleted. If this happens in a reference cycle, the queue for that message is
+    already closed, and torch waits 10 s for each worker. When Python exits, torch sends them a SIGTERM, which they
+    ignore (see `WorkerStart`), and waits forever.
 
     Returns:
-        ends them when called; once, however often it is called.
+        a finalizer that ends them when it is called the first time.
     """
     if iterator not in _live_iterators:
-        # torch 2.13.0. In a torch without this method the workers end when torch ends them, with the delays above.
+        # Private, checked on torch 2.13.0. Without this method torch ends the workers, with the delays above.
         shut_down = getattr(iterator, "_shutdown_workers", None)
         ending = weakref.finalize(owner, end_workers, iterator, shut_down or (lambda: None))
-        ending.atexit = False  # would come too late: what is registered here comes before torch's own
+        ending.atexit = False  # too late: `_shutdown_all` is registered later than torch's handler, so it runs before
         _live_iterators[iterator] = ending
     return _live_iterators[iterator]
 
 
 def end_workers_with_pass(owner: object, iterator: Iterator[Any], *, persistent: bool) -> Iterator[Any]:
-    """The batches of a loader's iterator. Its workers end with the pass, however that ends, or with `owner`."""
-    if not hasattr(iterator, "_shutdown_workers"):  # the class with workers has it, torch 2.13.0
+    """The batches of a loader's iterator. Its workers end after the pass, also after an error, or with `owner`."""
+    if not hasattr(iterator, "_shutdown_workers"):  # torch 2.13.0: only the class with workers has the method
         return iterator
     return _end_after(iterator, (lambda: None) if persistent else shutdown_workers_with(owner, iterator))
 
@@ -99,9 +99,9 @@ def _end_after(iterator: Iterator[Any], ending: Callable[[], Any]) -> Iterator[A
 
 
 def explain_worker_deaths(error: BaseException) -> None:
-    """Attach to `error`, wherever it was raised, how a worker has died, if one has.
+    """Add a note to `error` if a worker has died.
 
-    torch raises it in a handler of SIGCHLD, so in whatever the main thread does.
+    torch raises in a handler of SIGCHLD, so the error may come from any line of the main thread.
     """
     for iterator in list(_live_iterators):
         explain_death(error, iterator)
@@ -114,22 +114,22 @@ def _shutdown_all() -> None:
 
 
 class PartOfDataset(Subset[Any]):
-    """A `Subset` that the library makes; workers see the dataset inside it."""
+    """A `Subset` that the library makes. `get_worker_info().dataset` shows the dataset inside it."""
 
 
 class SeededDataset(Dataset[Any]):
-    """A dataset whose samples draw from generators seeded by (seed, epoch, index) and by nothing else.
+    """A dataset whose samples use random generators that are seeded only from (seed, epoch, index).
 
-    In a private run samples are fetched one by one by `__getitem__`: a `__getitems__` could make a sample depend on the
-    others of its micro-batch. Numbers that the dataset keeps of a sample are put back. `collate_fn` gets new secret
-    states each time: numbers of the first sample would link the steps in which the same sample comes first. Seeds that
-    the dataset gives by itself, such as the index, are mixed with the secret: see `SaltedSeeds`.
+    In a private run, samples are fetched one at a time by `__getitem__`, because `__getitems__` could make a sample
+    depend on the others of its micro-batch. Numbers that the dataset stores from a sample are restored. `collate_fn`
+    gets new secret states for each batch: states from the first sample would link the steps in which the same sample
+    comes first. Seeds that the dataset sets, such as the index, are mixed with the secret: see `SaltedSeeds`.
 
     Args:
-        dataset: of the user.
-        seed: of the run, or its streams.
-        collate_fn: makes batches of the samples, and may draw as well.
-        one_by_one: whether samples are fetched by `__getitem__` alone, also outside of a private run's epochs.
+        dataset: the user's dataset.
+        seed: the seed of the run, or the streams of a private run.
+        collate_fn: makes batches of the samples. It may use random numbers as well.
+        one_by_one: fetch samples only by `__getitem__`, also outside of the epochs of a private run.
     """
 
     one_by_one: bool
@@ -148,9 +148,9 @@ class SeededDataset(Dataset[Any]):
         return self.dataset.dataset if type(self.dataset) is PartOfDataset else self.dataset
 
     def _set_epoch_of_copy(self, epoch: int) -> None:
-        """Tell a worker's copy of the dataset that another epoch is read than the one for which it was made.
+        """In a persistent worker, set the epoch of the worker's copy of the dataset, if it has changed.
 
-        The trainer tells the dataset in its own process, and persistent workers keep their copies.
+        The trainer sets the epoch only in its own process.
         """
         if self._epoch_of_copy == epoch or get_worker_info() is None:
             return
@@ -166,7 +166,7 @@ class SeededDataset(Dataset[Any]):
         return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
 
     def _seed_batch(self, epoch: int, index: int) -> None:
-        """Seed code that draws for several samples, the first of which is `index`."""
+        """Seed the generators for code that draws for several samples. The first of them is `index`."""
         seed = self.seed
         if isinstance(seed, RandomStreams):
             seed, index = (RandomStreams.from_system() if seed.is_secret else seed), _BATCH
@@ -174,14 +174,14 @@ class SeededDataset(Dataset[Any]):
         self.generators.seed(seed, epoch, index)
 
     def _fetches_batches(self) -> bool:
-        """Whether the dataset loads many samples at once; a `worker_init_fn` may have changed that."""
+        """Whether the dataset loads several samples at once. A `worker_init_fn` may change that."""
         dataset = self.dataset
         while type(dataset) is PartOfDataset or is_usual(dataset, Subset):
-            dataset = dataset.dataset  # a Subset does only where its own dataset does
+            dataset = dataset.dataset  # a Subset has `__getitems__`, and uses that of its dataset if it exists
         return callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> Any:
-        """The samples of one micro-batch; a key is (epoch, index)."""
+        """The samples of one micro-batch. A key is (epoch, index)."""
         self._set_epoch_of_copy(keys[0][0])
         if self._fetches_batches() and not self.one_by_one:
             self._seed_batch(*keys[0])
@@ -202,11 +202,11 @@ class SeededDataset(Dataset[Any]):
 
 
 _BATCH = -2
-"""In the place of a sample's index in the seed of a batch in a run with a debug seed."""
+"""Replaces the index of a sample in the seed of a batch, in a private run with a debug seed. No sample has it."""
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of `DataLoader` that make another one load and collate as `loader` does."""
+    """The arguments for a `DataLoader` that loads and collates as `loader` does."""
     names = ["num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context"]
     if loader.num_workers > 0:  # DataLoader refuses the argument without workers
         names.append("prefetch_factor")
@@ -214,7 +214,7 @@ def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class _ForgetfulCollate:
-    """The `collate_fn` of a private run: numbers that it keeps of a batch are put back."""
+    """The `collate_fn` of a private run. Numbers that it stores from a batch are restored."""
 
     def __init__(self, collate_fn: Any) -> None:
         self._collate_fn = collate_fn
@@ -225,12 +225,12 @@ class _ForgetfulCollate:
 
 
 class Fetcher:
-    """Turns index tensors into collated batches, as the user's loader would have.
+    """Makes collated batches from index tensors, as the user's loader would.
 
     Args:
-        loader: a map-style `DataLoader`; its data set, `collate_fn`, workers and pinning are used, its sampler and
-            batch size are not.
-        seed: of the samples' own generators, or the streams of a private run.
+        loader: a map-style `DataLoader`. Its data set, `collate_fn`, workers and pinning are used, but not its sampler
+            and batch size.
+        seed: the seed of the samples' generators, or the streams of a private run.
         fast_paths: whether rows of a `TensorDataset` may be indexed at once instead of collated.
         one_by_one: see `SeededDataset`.
     """
@@ -248,16 +248,16 @@ class Fetcher:
         self._workers: DataLoader[Any] | None = None
 
     def serves(self, loader: DataLoader[Any]) -> bool:
-        """Whether `loader` describes the same data, so that this fetcher and its workers can be kept."""
+        """Whether `loader` has the same data and options, so that this fetcher and its workers can be kept."""
         mine = self.loader
         return mine is loader or (
-            not mine.persistent_workers  # the workers hold the dataset as it was
+            not mine.persistent_workers  # persistent workers have an older copy of the dataset
             and all(getattr(mine, name) is getattr(loader, name) for name in ("dataset", "worker_init_fn"))
             and loading_options(mine) == loading_options(loader)
         )
 
     def batches(self, epoch: int, indices: Iterable[Tensor]) -> Iterator[Any]:
-        """One collated batch for each index tensor, in order. The process's own generators are left alone."""
+        """One collated batch for each index tensor, in order. The generators of the process do not change."""
         plain = _plain_tensors(self.loader) if self._fast_paths else None
         if plain is not None:
             tensors, chosen = plain
@@ -270,7 +270,8 @@ class Fetcher:
             batches = self._from_workers(epoch, indices)
         else:
             batches = (self.load(epoch, index) for index in indices)
-        # torch's `collate_fn` and other processes give fresh memory. Pinning does not copy what is pinned already.
+        # Batches of workers and of torch's `collate_fn` have new memory. Others may share it with the dataset, also
+        # with pinning, which does not copy pinned tensors.
         return batches if loader.num_workers > 0 or stacks_tensors(loader.collate_fn) else after_copies(batches)
 
     def may_mix_records(self) -> bool:
@@ -309,17 +310,17 @@ class Fetcher:
 
 
 def _workers_generator(seed: Seed) -> torch.Generator:
-    """From which torch draws the seeds that workers begin with."""
+    """The generator from which torch draws the initial seeds of workers."""
     generator = torch.Generator()
     if isinstance(seed, RandomStreams):
         seed.seed_each([generator], "workers")
         return generator
-    # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+    # Shifted by one: a seed of 63 bits is the same number with and without a sign.
     return generator.manual_seed(mix(seed) >> 1)
 
 
 class _KeyBatches:
-    """A batch sampler whose batches are set from outside before each pass."""
+    """A batch sampler whose batches are set before each pass."""
 
     def __init__(self) -> None:
         self.now: Iterator[list[tuple[int, int]]] = iter(())
@@ -329,10 +330,10 @@ class _KeyBatches:
 
 
 def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Tensors and chosen rows of a `TensorDataset` or a `Subset` of one that is collated as usual, else None.
+    """The tensors and selected rows of a `TensorDataset` or a `Subset` of one with the default collation, else None.
 
-    Indexing the tensors gives the same bits and strides as collating rows, without a Python call a row. A batch of rows
-    of a tensor in another memory format than the contiguous one would have that format; collated, it is contiguous.
+    Indexing the tensors gives the same bits and strides as collating rows, without a Python call for each row. This
+    does not hold for tensors in another memory format: an indexed batch keeps it, a collated one is contiguous.
     """
     if not stacks_tensors(loader.collate_fn) or loader.num_workers or loader.pin_memory:
         return None
@@ -353,7 +354,7 @@ def _plain_tensors(loader: DataLoader[Any]) -> tuple[tuple[Tensor, ...], Tensor 
 
 
 def _as_rows(indices: Any) -> Tensor | None:
-    """`indices` of a `Subset` as int64; None for what indexes a tensor in another way, such as a mask."""
+    """`indices` of a `Subset` as int64; None for other kinds of indices, such as a mask."""
     if isinstance(indices, range):
         return torch.arange(indices.start, indices.stop, indices.step)
     if type(indices) in (list, tuple):
@@ -362,5 +363,5 @@ def _as_rows(indices: Any) -> Tensor | None:
     if type(indices) is np.ndarray and indices.ndim == 1 and indices.dtype.kind in "iu":
         return torch.from_numpy(indices.astype(np.int64))
     if type(indices) is Tensor and indices.dim() == 1 and indices.dtype in (torch.int8, torch.int16, torch.int32):
-        return indices.to(torch.int64)  # one of uint8 would be a mask
+        return indices.to(torch.int64)  # uint8 is excluded, because it would be a mask
     return indices if type(indices) is Tensor and indices.dim() == 1 and indices.dtype is torch.int64 else None

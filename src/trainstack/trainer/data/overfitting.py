@@ -1,4 +1,4 @@
-"""`OverfitSubset` cuts loaders down to the samples of a few batches."""
+"""`OverfitSubset` limits loaders to the samples of a few batches."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trainstack.trainer.data.step_batches import order_of, unsupported_order_rea
 
 
 class KeptBatches(list[Any]):
-    """Batches that were read once, and how their loader made them."""
+    """Batches that were read once, with the `collate_fn` of their loader."""
 
     collate_fn: Any = None
 
 
 class OverfitSubset:
-    """Cuts loaders down to the samples of the first `number` global batches of the first epoch.
+    """Limits loaders to the samples of the first `number` global batches of the first epoch.
 
-    Samples are loaded anew each time, with their augmentation. Every process and every resumed run picks the same ones.
-    Batches of a loader with an order of its own are read once and kept, with the augmentation that they came with.
+    Samples are loaded again each time, with new augmentation. Every process and every resumed run uses the same
+    samples. Batches of a loader with a custom order are read once and kept, with their augmentation.
 
     Args:
-        number: of global batches; -1 for all of them.
-        global_batch: samples in each.
-        seed: of the data order.
-        version: of the data order.
+        number: the number of global batches; -1 for all.
+        global_batch: the number of samples in each.
+        seed: the seed of the data order.
+        version: the version of the data order.
     """
 
     def __init__(self, number: int, global_batch: int, seed: int, version: int) -> None:
@@ -38,15 +38,15 @@ class OverfitSubset:
         self._kept: KeptBatches | None = None
 
     def of(self, loader: Any, batches: int) -> Any:
-        """A loader like `loader` over those samples.
+        """A loader like `loader` over these samples.
 
-        The samples behind a loader with an order of its own are not known: as many of its first `batches` are kept as
-        the global batches take.
+        The samples of a loader with a custom order are unknown, so its first batches are kept: `batches` for each
+        global batch.
         """
         if unsupported_order_reason(loader) is not None:
             if self._number < 0:
                 return loader
-            if self._kept is None:  # copies, since a loader may reuse the memory of a batch
+            if self._kept is None:  # copies, because a loader may reuse the memory of a batch
                 self._kept = KeptBatches(deepcopy(batch) for batch in islice(loader, self._number * batches))
                 self._kept.collate_fn = getattr(loader, "collate_fn", None)
             return self._kept

@@ -1,4 +1,4 @@
-"""Seeds of the generators that a dataset and its loader hold, for each sample."""
+"""Seed the generators that a dataset and its loader hold, for each sample."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from trainstack.trainer.core.random_state import Seed
 
 
 def can_be_seeded(generator: Any) -> bool:
-    """Whether `seed_generator` determines what `generator` draws. Its state stays what it is."""
+    """Whether `seed_generator` works for `generator`. Its state does not change."""
     try:
         state = get_generator_state(generator)
         seed_generator(generator, 1)
         set_generator_state(generator, state)
-    except Exception:  # whatever a class of the user's does
+    except Exception:  # a class of the user may raise anything
         return False
     return True
 
 
 class OwnGenerators:
-    """The generators that a dataset and what makes its batches hold, seeded like those of the process.
+    """The generators that a dataset and the parts of its loader hold, seeded like those of the process.
 
-    They are looked for in each process and each epoch anew: a `worker_init_fn` or `set_epoch` may have made others.
+    They are searched in each process and each epoch, because a `worker_init_fn` or `set_epoch` may make others.
 
     Args:
-        owners: what to look in, by the names that paths begin with.
+        owners: the objects to search, by the first name of their paths.
     """
 
     def __init__(self, **owners: Any) -> None:
@@ -44,7 +44,7 @@ class OwnGenerators:
         self._left_out: set[int] = set()
 
     def without(self, generators: Iterable[Any]) -> OwnGenerators:
-        """Leave out some generators, which are seeded by others."""
+        """Omit some generators, which other code seeds."""
         self._left_out = {id(generator) for generator in generators}
         return self
 
@@ -52,13 +52,13 @@ class OwnGenerators:
         return _restore_own_generators, (self._owners,)
 
     def search(self) -> FoundGenerators:
-        """All of them, and what was not searched whole."""
+        """All generators, and the objects that were not searched completely."""
         found = find_generators(**self._owners)
         found.by_path = {path: one for path, one in found.by_path.items() if id(one) not in self._left_out}
         return found
 
     def seed(self, seed: Seed, epoch: int, index: int) -> None:
-        """Seed each by (seed, epoch, index) and its position among them."""
+        """Seed each generator from (seed, epoch, index) and its position."""
         place = os.getpid(), epoch
         if place != self._found_at:
             self._found = [generator for generator in self.search().by_path.values() if can_be_seeded(generator)]
@@ -75,7 +75,7 @@ class OwnGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """A block after which the generators are what they were, as if another process had run it."""
+        """A block after which the states of the generators are restored, as if another process had run it."""
         self._kept = []
         try:
             yield
@@ -86,13 +86,14 @@ class OwnGenerators:
 
 
 WHOLE_EPOCH = -1
-"""In the place of a sample's index in the seed of the generators of a loader with an order of its own."""
+"""Replaces the index of a sample in the seed of the generators of a loader with a custom order."""
 
 
 def own_generators(loader: Any, besides: Any = None) -> OwnGenerators:
-    """Those of a loader: of its dataset, its `collate_fn`, its samplers, and of itself if it is no `DataLoader`.
+    """The generators of a loader: of its dataset, `collate_fn`, samplers, and of other loaders than `DataLoader`.
 
-    Generators that are attributes of `besides` are left out: their states are its own.
+    Generators that are attributes of `besides`, the module, are omitted, because they belong to the state of the
+    module.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) or getattr(batches, "sampler", None)

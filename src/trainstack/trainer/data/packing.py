@@ -18,30 +18,30 @@ _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
 
 
 class PackedDataset(WrapsDatasets):
-    """Rows of `row_length` tokens, each with several sequences of another dataset, so that hardly any is padding.
+    """Rows of `row_length` tokens, each with several sequences of another dataset, with almost no padding.
 
     The same lengths always give the same rows. A row is a dict of tensors of shape `(row_length,)`:
 
-    - `input_ids`, int64, and whatever else the samples hold for each token;
-    - `labels`, int64: those of the samples, or their tokens; -100 where nothing is to be predicted;
+    - `input_ids`, int64, and the other fields of the samples, which have one value for each token;
+    - `labels`, int64: those of the samples, or their tokens; -100 for tokens without a label;
     - `position_ids`, int64: the position of each token in its sequence;
     - `segment_ids`, int64: 1 for the tokens of the first sequence, 2 for those of the second, ...; 0 is padding.
 
-    No token may attend to another sequence: give the model `document_mask(segment_ids)`. Where the loss is a mean over
-    labels, it counts each label as without packing. A private run refuses packed data.
+    No token may attend to another sequence: pass `document_mask(segment_ids)` to the model. A loss that is a mean over
+    labels gives each label the same weight as without packing. A private run refuses packed data.
 
     Args:
-        dataset: samples with indices: 1-dim tensors or lists of tokens, or dicts with `input_ids`. Tokens where
-            `attention_mask` is 0 are left out.
-        row_length: tokens in a row.
-        lengths: of the samples; None to read all of them once.
+        dataset: samples with indices: 1-dim tensors or lists of tokens, or dicts with `input_ids`. Tokens whose
+            `attention_mask` is 0 are dropped.
+        row_length: the number of tokens in a row.
+        lengths: the lengths of the samples; None to read all samples once.
         shifts_labels: whether the model predicts each label from the tokens before it, as causal language models of
             transformers do. The first label of each sequence is then -100.
-        pad_token: the token that fills up a row.
+        pad_token: the token for padding.
 
     Raises:
-        ConfigurationError: `row_length` is no positive whole number, or a sequence does not fit into a row.
-        ModuleContractError: a sample has no tokens, another number of them than `lengths` says, or other fields than
+        ConfigurationError: `row_length` is not a positive integer, or a sequence does not fit into a row.
+        ModuleContractError: a sample has no tokens, another number of them than in `lengths`, or other fields than
             another sample of its row.
     """
 
@@ -66,13 +66,13 @@ class PackedDataset(WrapsDatasets):
         if min(self._lengths, default=1) < 1:
             empty = next(index for index, length in enumerate(self._lengths) if length < 1)
             raise ConfigurationError(
-                f"lengths[{empty}]={self._lengths[empty]}: a packed sample has 1 token or more. Leave empty ones out."
+                f"lengths[{empty}]={self._lengths[empty]}: a packed sample has 1 token or more. Remove empty samples."
             )
         longest = max(self._lengths, default=0)
         if longest > row_length:
             raise ConfigurationError(
-                f"sample {self._lengths.index(longest)} has {longest} tokens, more than row_length={row_length}. Cut "
-                f"long samples before, or write row_length={longest}."
+                f"sample {self._lengths.index(longest)} has {longest} tokens, more than row_length={row_length}. "
+                f"Truncate long samples before, or write row_length={longest}."
             )
         self._rows = _best_fit(self._lengths, row_length)
 
@@ -80,12 +80,12 @@ class PackedDataset(WrapsDatasets):
         """The number of rows.
 
         Raises:
-            ModuleContractError: the dataset has another length than when the rows were made.
+            ModuleContractError: the length of the dataset has changed since the rows were made.
         """
         if (now := len(self.parts[0])) != len(self._lengths):
             raise ModuleContractError(
-                f"a PackedDataset was made of {len(self._lengths)} samples, and its data set has {now} now. Make it in "
-                "get_train_dataloader, which is called for each epoch."
+                f"a PackedDataset was made of {len(self._lengths)} samples, and its data set has {now} now. Create it "
+                "in get_train_dataloader, which is called for each epoch."
             )
         return len(self._rows)
 
@@ -105,7 +105,7 @@ class PackedDataset(WrapsDatasets):
                 fields[_LABELS] = torch.cat([fields[_LABELS].new_full((1,), IGNORED_LABEL), fields[_LABELS][1:]])
             fields["position_ids"] = torch.arange(count)
             fields["segment_ids"] = torch.full((count,), segment)
-            if names not in (None, fields.keys()):  # the values of one would lie under the tokens of another
+            if names not in (None, fields.keys()):  # the values would be shifted against the tokens
                 raise ModuleContractError(
                     f"sample {sample} has the fields {sorted(fields)}, and another sample of its row has "
                     f"{sorted(columns)}. Give all samples of a packed data set the same fields."
@@ -122,7 +122,7 @@ class PackedDataset(WrapsDatasets):
 
 
 def _fields(sample: Any, index: int) -> dict[str, Tensor]:
-    """What a sample holds for each of its tokens."""
+    """The fields of a sample, each with one value for each token."""
     given = dict(sample) if isinstance(sample, Mapping) else {_TOKENS: sample}
     if _TOKENS not in given:
         raise ModuleContractError(f"sample {index} has no 'input_ids'. It has {sorted(map(str, given))}.")
@@ -130,40 +130,41 @@ def _fields(sample: Any, index: int) -> dict[str, Tensor]:
         fields = {name: torch.as_tensor(values) for name, values in given.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModuleContractError(
-            f"sample {index} is no sequence of tokens: {error}. Give tensors, arrays or lists of numbers."
+            f"sample {index} is not a sequence of tokens: {error}. Give tensors, arrays or lists of numbers."
         ) from error
     count = fields[_TOKENS].shape
     if len(count) != 1 or not count[0]:
         raise ModuleContractError(
-            f"sample {index} has no tokens: its input_ids have shape {tuple(count)}. Give one sequence of one token or "
-            "more a sample, without a batch dimension."
+            f"sample {index} has no tokens: its input_ids have shape {tuple(count)}. Give one sequence of at least one "
+            "token for each sample, without a batch dimension."
         )
     fields |= {name: _as_int64(fields[name], name, index) for name in (_TOKENS, _LABELS) if name in fields}
     wrong = [name for name, values in fields.items() if values.shape[:1] != count]
     if wrong:
         raise ModuleContractError(
-            f"sample {index} has {count[0]} tokens, and {wrong[0]!r} has shape {tuple(fields[wrong[0]].shape)}. Leave "
-            "out of a packed data set what has no value for each token."
+            f"sample {index} has {count[0]} tokens, and {wrong[0]!r} has shape {tuple(fields[wrong[0]].shape)}. Remove "
+            "fields that do not have one value for each token from a packed data set."
         )
     mask = fields.pop(_MASK, None)
     if mask is None:
         return fields
     if not mask.any():
-        raise ModuleContractError(f"sample {index} has no tokens: its attention_mask is 0 everywhere. Leave it out.")
+        raise ModuleContractError(f"sample {index} has no tokens: its attention_mask is 0 everywhere. Remove it.")
     return {name: values[mask.bool()] for name, values in fields.items()}
 
 
 def _as_int64(values: Tensor, name: str, index: int) -> Tensor:
-    """`values` in a type that holds -100; narrow unsigned ones, such as of a token file, would wrap it."""
+    """`values` as int64. The unsigned types of token files cannot represent the label -100."""
     if values.is_floating_point() or values.is_complex():
         raise ModuleContractError(
-            f"sample {index} has {name!r} of type {values.dtype}. Tokens and labels are whole numbers: write .long()."
+            f"sample {index} has {name!r} of type {values.dtype}. Tokens and labels are integers: write .long()."
         )
     return values.long()
 
 
 def _best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Rows of at most `size` tokens: each sample, the longest first, goes into the row that it fills best."""
+    """Rows of at most `size` tokens by best-fit decreasing: the longest sample comes first, into the fullest row that
+    has room."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room`, ascending
@@ -187,15 +188,16 @@ def _best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def document_mask(segment_ids: Tensor, *, causal: bool = True, dtype: torch.dtype = torch.bool) -> Tensor:
-    """The attention mask of packed rows: a token attends to its own sequence alone.
+    """The attention mask of packed rows: a token only attends to its own sequence.
 
     Padding attends to padding, so that no row of the mask is empty.
 
     Args:
-        segment_ids: of shape `(batch, length)`, as a `PackedDataset` gives them.
-        causal: whether a token attends to those before it and itself alone.
-        dtype: of the mask. `torch.bool` has True where a token attends, as `scaled_dot_product_attention` takes it; a
-            floating-point type has 0 there and its lowest value elsewhere, to be added to the scores.
+        segment_ids: tensor of shape `(batch, length)`, as in a `PackedDataset`.
+        causal: whether a token only attends to itself and earlier tokens.
+        dtype: the dtype of the mask. A `torch.bool` mask is True for allowed pairs, as in
+            `scaled_dot_product_attention`. A floating-point mask is 0 for these and the lowest value for others; add it
+            to the scores.
 
     Returns:
         a mask of shape `(batch, 1, length, length)` on the device of `segment_ids`.

@@ -1,4 +1,4 @@
-"""`PreshardedSource` trains on batches that are each rank's own."""
+"""`PreshardedSource` makes steps of batches that are different on each rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trainstack.trainer.data.step_batches import MicroBatch, StepBatches, Weight
 
 @dataclass(slots=True)
 class PreshardedSource:
-    """Ready-made batches of each rank's own, taken in the order in which they come.
+    """Batches that the loader of each rank has already split, in the order of the loader.
 
-    A step is over the next batches of all ranks together. A rank whose batches have ended takes part with borrowed
-    micro-batches of weight 0, until those of all ranks have ended. It borrows its previous batch, or that of another
-    rank if it never had one.
+    A step consists of the next batches of all ranks. A rank whose batches have ended takes part with borrowed
+    micro-batches of weight 0, until the batches of all ranks have ended. It borrows its previous batch, or that of
+    another rank if it never had one.
 
     Args:
-        batches: of this rank.
-        accumulation: micro-batches a global step, at most.
+        batches: the batches of this rank.
+        accumulation: the largest number of micro-batches in a global step.
         weight_fn: counts the items of a batch.
-        comm: to the other ranks. A step costs one exchange, two with accumulation.
+        comm: the communicator. A step needs one exchange, or two with accumulation.
     """
 
     batches: Iterable[Any]
@@ -35,9 +35,9 @@ class PreshardedSource:
     comm: Communicator
 
     def iter_steps(self, batches_done: int = 0) -> Iterator[StepBatches]:
-        """The steps of one pass, as many on every rank.
+        """The steps of one pass, the same number on every rank.
 
-        The first `batches_done` batches of this rank are read, now, and put aside. A rank may have fewer.
+        The first `batches_done` batches of this rank are read at once and skipped. A rank may have fewer.
         """
         stream, previous = after_copies(iter(self.batches)), list[Any]()
         for batch in islice(stream, batches_done):
@@ -71,8 +71,8 @@ class PreshardedSource:
         items: float,
         previous: list[Any],
     ) -> Iterator[MicroBatch]:
-        # The estimate has to be the same on all ranks, since their gradients are summed. With one micro-batch a rank it
-        # is the total.
+        # The estimate must be the same on all ranks, because their gradients are summed. With one micro-batch on each
+        # rank it is the total.
         counts, several, last = list[float](), self.comm.size > 1, self.accumulation - 1
         estimate = items * self.accumulation
         while current:

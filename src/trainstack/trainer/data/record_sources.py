@@ -1,4 +1,4 @@
-"""`record_sources` tells from where a dataset reads its records, through torch's wrappers."""
+"""`record_sources` finds the sources of the records of a dataset, through torch's wrappers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from trainstack.trainer.data.epochs import datasets_in
 
 Rows = Any
-"""Numbers of records: a `range`, which takes no memory however long it is, or an array of int64."""
+"""Numbers of records: a `range`, which needs no memory for its items, or an int64 array."""
 RecordSources = dict[Hashable, list[Rows]]
-"""For each source the numbers of the records in it, in parts. One record may be there several times."""
+"""For each source, the numbers of its records, in parts. A record may occur several times."""
 
 
 def record_sources(dataset: Any) -> RecordSources:
-    """The records that `dataset` reads, each by its source and its number there, in no order.
+    """The records that `dataset` reads, by their source and their number in it, without an order.
 
-    Records of a `TensorDataset` are the addresses of the rows of its first tensor, so that slices and other datasets
-    of the same tensors have the same ones. Every other dataset but `Subset` and `ConcatDataset` is a source by itself.
+    The number of a record of a `TensorDataset` is the address of its row in the first tensor, so that slices and other
+    datasets of the same tensors have the same numbers. Every other dataset except for `Subset` and `ConcatDataset` is a
+    separate source.
 
     Args:
-        dataset: with a length.
+        dataset: a dataset with a length.
     """
     found: RecordSources = {}
     _collect(dataset, range(len(dataset)), found)
@@ -32,7 +33,7 @@ def record_sources(dataset: Any) -> RecordSources:
 
 
 def most_repeats(dataset: Any) -> int:
-    """How often the record that `dataset` has most often is in it, as far as `record_sources` can tell."""
+    """The largest number of times that `dataset` has the same record, by `record_sources`."""
     return max((_repeats(parts) for parts in record_sources(dataset).values()), default=0)
 
 
@@ -85,7 +86,7 @@ def _select(indices: Rows, rows: Rows) -> Rows:
 
 
 def _within(rows: Rows, first: int, end: int) -> Rows:
-    """Those of `rows` from `first` to before `end`, counted from `first`."""
+    """The numbers of `rows` in the interval [`first`, `end`), minus `first`."""
     if not isinstance(rows, range):
         return rows[(rows >= first) & (rows < end)] - first
     begin, stop = (max(0, -(-(edge - rows.start) // rows.step)) for edge in (first, end))
@@ -101,7 +102,7 @@ def _moved(rows: Rows, by: int, factor: int) -> Rows:
 
 def _repeats(parts: list[Rows]) -> int:
     if len(parts) == 1 and isinstance(parts[0], range):
-        return 1  # and so it is for a data set of any length
+        return 1  # a range has no repeats, and needs no array for a data set of any length
     return int(np.unique(np.concatenate([_array(rows) for rows in parts]), return_counts=True)[1].max())
 
 
@@ -123,7 +124,7 @@ def _share_one(rows: Rows, theirs: Rows) -> bool:
 
 
 def _as_rows(subset: Subset[Any]) -> Rows | None:
-    """The indices of `subset`, at least 0: a range with a positive step, or int64; None for others than numbers."""
+    """The nonnegative indices of `subset`: a range with a positive step, or int64; None if they are not numbers."""
     given: Any = subset.indices
     dataset: Any = subset.dataset
     if isinstance(given, range) and given.step > 0 and given.start >= 0 and given.stop <= len(dataset):
@@ -135,5 +136,5 @@ def _as_rows(subset: Subset[Any]) -> Rows | None:
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
-    """Whether each row has memory that is not another's."""
+    """Whether the rows have separate memory."""
     return tensor.layout is torch.strided and tensor.stride(0) != 0 and tensor[:1].numel() > 0

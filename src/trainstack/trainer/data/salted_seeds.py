@@ -1,4 +1,4 @@
-"""`SaltedSeeds` mixes a secret of the run into the seeds that a dataset gives to random generators."""
+"""`SaltedSeeds` mixes a secret of the run into the seeds that a dataset sets in random generators."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _torch_random: Any = torch.random
 class SaltedSeeds:
     """A block in which a dataset makes a sample of a private run, or the samples of a batch.
 
-    Datasets seed generators to repeat their draws: `np.random.seed(index)` gives each sample an augmentation of its
-    own, and the same seed twice gives an image and its mask the same crop. Everybody knows such a seed. If a record is
-    left out, all later ones have other indices and other public augmentation, which clipping does not bound. In the
-    block a seed gives a state that follows from the seed, the place and the streams of the run. Within a sample, equal
-    seeds still give equal numbers.
+    Datasets seed generators to repeat random numbers: `np.random.seed(index)` gives each sample its augmentation, and
+    the same seed twice gives an image and its mask the same crop. Such a seed is public. Without one record, all later
+    records have other indices and other public augmentation, which clipping does not bound. In the block, the state
+    after a seed depends on the seed, the place and the streams of the run. Within a sample, equal seeds still give
+    equal numbers.
 
     This covers `random.seed`, `numpy.random.seed` and `torch.manual_seed`, and generators that the dataset makes in the
-    block by `random.Random`, `numpy.random.default_rng`, `numpy.random.RandomState`, bit generators of numpy or
-    `torch.Generator`, also where a module of the user has imported these names. Not seen are names that a library has
-    imported, that a function or a class holds, and generators that a dataset keeps and seeds anew.
+    block with `random.Random`, `numpy.random.default_rng`, `numpy.random.RandomState`, bit generators of numpy or
+    `torch.Generator`. It also covers modules of the user that have imported these names. It does not cover names that a
+    library has imported or that a function or a class holds, and generators that a dataset keeps and seeds again.
 
     Args:
-        streams: of the run.
-        place: of the sample.
+        streams: the random streams of the run.
+        place: the place of the sample.
 
     Raises:
-        PrivacyError: torch's default generator was seeded in another way; raised at the end of the block.
+        PrivacyError: at the end of the block, if torch's default generator was seeded in another way.
     """
 
     def __init__(self, streams: RandomStreams, *place: Place) -> None:
@@ -48,7 +48,7 @@ class SaltedSeeds:
         self._outer: list[Any] = []
 
     def bits(self, kind: str, seed: Any) -> np.random.SFC64:
-        """The stream of a seed in the block."""
+        """The random stream for a seed in the block."""
         return self._streams.at("seed", *self._place, kind, repr(seed))
 
     def seed_torch(self, seed: int) -> None:
@@ -73,9 +73,9 @@ class SaltedSeeds:
             setattr(place, name, value)
         if error is None and torch.default_generator.initial_seed() not in self._markers:
             raise PrivacyError(
-                "the data set seeds torch's default generator itself. Whoever knows the seed knows the random numbers "
-                "of each sample, and a record that is left out changes the numbers of those after it. Leave the seed "
-                "out, or call torch.manual_seed, which private runs mix with a secret."
+                "the data set seeds torch's default generator itself. Such a seed makes the random numbers of each "
+                "sample public, and without one record the later ones have other numbers. Remove the seed, or call "
+                "torch.manual_seed, which private runs mix with a secret."
             )
 
 
@@ -83,7 +83,7 @@ _active: SaltedSeeds | None = None
 
 
 class _AsBefore(type):
-    """Lets `isinstance` and `issubclass` see the class that is replaced."""
+    """Makes `isinstance` and `issubclass` accept objects of the replaced class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.__mro__[1])
@@ -119,10 +119,10 @@ class _SaltedGenerator(torch.Generator, metaclass=_AsBeforeInTorch):
 
 
 class _DefaultGenerator:
-    """In the place of torch's generator in `torch.random`, whose functions call it by name (torch 2.10 to 2.13)."""
+    """Replaces torch's generator in `torch.random`, whose functions refer to it by name (torch 2.10 to 2.13)."""
 
     def manual_seed(self, seed: int) -> torch.Generator:
-        assert _active is not None  # the name is replaced in a block only
+        assert _active is not None  # the name is only replaced within a block
         _active.seed_torch(seed)
         return torch.default_generator
 
@@ -131,12 +131,12 @@ class _DefaultGenerator:
 
 
 def _bytes(seed: Any) -> Any:
-    """A seed for a generator of Python; None for one of the operating system."""
+    """A seed of 4 x 64 bits for a generator of Python; None for a seed of the operating system."""
     return seed if seed is None or _active is None else _active.bits("python", seed).random_raw(4).tobytes()
 
 
 def _words(seed: Any) -> Any:
-    """32-bit words for a generator of numpy; None for a seed of the operating system."""
+    """Eight 32-bit words as a seed for a generator of numpy; None for a seed of the operating system."""
     return seed if seed is None or _active is None else _active.bits("numpy", seed).random_raw(4).view(np.uint32)
 
 
@@ -155,7 +155,7 @@ def _salted_default_rng(seed: Any = None) -> np.random.Generator:
 
 
 def _salted_bits(kind: Any) -> type:
-    """The class of a bit generator that is seeded by the streams of the block."""
+    """A subclass of a bit generator whose seeds are salted."""
 
     def init(self: Any, seed: Any = None, **given: Any) -> None:
         is_seeded = seed is not None or given
@@ -165,7 +165,7 @@ def _salted_bits(kind: Any) -> type:
 
 
 _Place = tuple[Any, str, Any]
-"""A module, a name in it, and what is there in a block."""
+"""A module, a name in it, and its value within a block."""
 
 _BIT_GENERATORS: Any = [np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64]
 
@@ -185,7 +185,7 @@ _ORIGINALS = {id(getattr(place, name)): new for place, name, new in _REPLACED if
 
 @functools.lru_cache(maxsize=1)
 def _imported_names(modules: int) -> tuple[_Place, ...]:
-    """Where modules of the user have the functions and classes that are replaced under a name, for so many modules."""
+    """The names of replaced functions and classes in modules of the user. `modules`, a count, keys the cache."""
     return tuple(
         (module, name, _ORIGINALS[id(value)])
         for scope, module in list(sys.modules.items())

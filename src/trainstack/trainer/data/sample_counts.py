@@ -1,4 +1,4 @@
-"""Counts the samples of batches that come in a loader's own order."""
+"""Count the samples in batches of a loader with a custom order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainstack.trainer.data.torch_classes import makes_lists_of_fields, replace
 
 
 class _CountedIndices:
-    """A sampler that notes how many indices each batch has.
+    """A sampler that notes the number of indices of each batch.
 
     Args:
-        sampler: a sampler of batches, or one whose indices the dataset takes as they are; these may be lists.
-        of_batches: which of the two it is.
+        sampler: a batch sampler, or a sampler whose items are passed to the dataset, and may be lists.
+        of_batches: whether it is a batch sampler.
     """
 
     def __init__(self, sampler: Any, of_batches: bool) -> None:
@@ -31,7 +31,7 @@ class _CountedIndices:
 
     def __iter__(self) -> Iterator[Any]:
         self.counts.clear()
-        return self._noted(iter(self._sampler))  # now, for a sampler may draw its order here
+        return self._noted(iter(self._sampler))  # not in the generator: a sampler may draw its order here
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
         for index in indices:
@@ -48,14 +48,14 @@ class _CountedIndices:
         return len(self._sampler)
 
 
-# Loaders with persistent workers keep their iterator from pass to pass, so their copies are kept as well.
+# Loaders with persistent workers keep their iterator between passes, so their copies are kept as well.
 _persistent: weakref.WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = weakref.WeakKeyDictionary()
 
 
 def counted_batches(loader: Any, *, fast_paths: bool) -> Iterator[tuple[Any, int | None]]:
-    """The batches of `iter(loader)`, each with the number of its samples; None where no index says it.
+    """The batches of `iter(loader)`, each with its number of samples; None if there is no list of indices.
 
-    A `DataLoader` over a dataset with indices fetches a batch for each list of indices, whose length is noted.
+    A `DataLoader` over a dataset with indices fetches a batch for each list of indices. Its length is the number.
     """
     mine = _counting_copy(loader)
     if mine is None:
@@ -67,14 +67,14 @@ def counted_batches(loader: Any, *, fast_paths: bool) -> Iterator[tuple[Any, int
 def _with_counts(batches: Iterator[Any], counts: deque[int | None] | None) -> Iterator[tuple[Any, int | None]]:
     for batch in batches:
         yield batch, None if counts is None else counts.popleft()
-        del batch  # the next one may need its memory
+        del batch  # frees its memory for the next one
 
 
 def _counting_copy(loader: Any) -> Any:
-    """A copy of `loader` whose sampler is a `_CountedIndices`; None where no list of indices is behind a batch."""
+    """A copy of `loader` with a `_CountedIndices` as sampler; None if its batches do not come from lists of indices."""
     if not isinstance(loader, DataLoader) or replaced_method(loader, DataLoader) is not None:
         return None
-    # torch 2.13.0: with `in_order=False` workers return batches as they are ready.
+    # With `in_order=False` workers return batches in another order than that of their indices.
     in_order = loader.num_workers == 0 or getattr(loader, "in_order", True)
     if not in_order or isinstance(loader.dataset, IterableDataset):
         return None
@@ -83,7 +83,7 @@ def _counting_copy(loader: Any) -> Any:
         return None  # the dataset has ready-made batches
     mine = _persistent.get(loader)
     if mine is None:
-        if getattr(loader, "_iterator", None) is not None:  # torch 2.13.0: persistent workers are running already
+        if getattr(loader, "_iterator", None) is not None:  # private, torch 2.13.0: persistent workers run already
             return None
         mine = copy.copy(loader)
         name = "batch_sampler" if of_batches else "sampler"
@@ -94,16 +94,16 @@ def _counting_copy(loader: Any) -> Any:
 
 
 class SampleCounter:
-    """Counts samples as `samples_in` does, for batches of one loader.
+    """Counts the samples of the batches of one loader, by their indices or by `samples_in`.
 
     Args:
-        loader: what gives the batches.
-        warn: called with the warning about a batch whose parts differ in their lengths, once at most; the first batches
-            are looked at.
-        pending: batches that may be read before they are counted.
+        loader: the loader.
+        warn: called at most once, with the warning about a batch whose parts have different lengths. Only the first
+            batches are checked.
+        pending: the largest number of batches that are read before they are counted.
     """
 
-    _CHECKED = 16
+    _CHECKED = 16  # enough to find a wrong batch layout, at no cost in later steps
 
     def __init__(self, loader: Any, warn: Callable[[str], None], pending: int = 1) -> None:
         self._lists_are_fields = makes_lists_of_fields(loader)
@@ -111,7 +111,7 @@ class SampleCounter:
         self._known: deque[tuple[Any, int]] = deque(maxlen=pending)
 
     def read(self, loader: Any, *, fast_paths: bool) -> Iterator[Any]:
-        """The batches of `iter(loader)`. Each is counted by its indices, if the loader has some."""
+        """The batches of `iter(loader)`. They are counted by their indices, if the loader has indices."""
         if _counting_copy(loader) is None:
             return fast_batches(loader, enabled=fast_paths)
         return self._noted(counted_batches(loader, fast_paths=fast_paths))
@@ -127,7 +127,7 @@ class SampleCounter:
         """The number of samples in `batch`.
 
         Raises:
-            ModuleContractError: it cannot be known.
+            ModuleContractError: the number is unknown.
         """
         while self._known:
             known, count = self._known.popleft()

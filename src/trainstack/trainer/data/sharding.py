@@ -1,4 +1,4 @@
-"""Data that is split by rank: declarations, known splitters, and digests that find other differences."""
+"""Data that a loader splits by rank: declarations, known splitters, and digests that find undeclared differences."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from trainstack.trainer.data.step_batches import StepBatches
 
 
 def check_not_presharded(loader: Any, world_size: int, declared: str, stage: str = "train") -> None:
-    """Refuse a loader that is known to split the data by rank: the library would split it a second time.
+    """Refuse a loader that is known to split the data by rank, because the library would split it a second time.
 
     Args:
-        loader: what the module returned.
-        world_size: number of ranks.
-        declared: `data_sharding` of this stage. With "trainer" the digests of the ranks decide.
-        stage: by which `data_sharding` names it.
+        loader: the loader that the module returned.
+        world_size: the number of ranks.
+        declared: `data_sharding` of this stage. With "trainer", the digests of the ranks are compared instead.
+        stage: the key of the stage in `data_sharding`.
 
     Raises:
-        ModuleContractError: there are several ranks, and nothing is declared.
+        ModuleContractError: there are several ranks, and `declared` is "auto".
     """
     found = _find_split(loader) if world_size > 1 and declared == "auto" else None
     if found is not None:
         raise ModuleContractError(
             f"{found}, and so does the library: each process would use a part of its part. Write "
-            f"data_sharding={{{stage!r}: 'loader'}} in TrainerArguments if the batches of each process are its own, or "
+            f"data_sharding={{{stage!r}: 'loader'}} in TrainerArguments if each process has different batches, or "
             f"data_sharding={{{stage!r}: 'trainer'}} if all processes read the same batches. Or give the loader all of "
-            "the data: DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)), with the sampler that the "
-            "method is handed."
+            "the data: DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset)), with the `sampler` "
+            "argument of the method."
         )
 
 
@@ -49,12 +49,12 @@ def _find_split(loader: Any) -> str | None:
         for name in ("num_replicas", "num_processes"):
             parts = getattr(owner, name, None)
             if type(parts) is int and parts > 1:
-                return f"a {type(owner).__name__} shares the data out among {parts} processes"
+                return f"a {type(owner).__name__} divides the data among {parts} processes"
     for owner in (*datasets, loader):
         for kind in type(owner).__mro__:
             if kind.__name__ == "StreamingDataset" and kind.__module__.partition(".")[0] == "streaming":
                 return f"a {type(owner).__name__} (mosaicml-streaming) gives each process its own part of the data"
-        node: Any = getattr(owner, "_distributed", None)  # datasets 5.2.0: a DistributedConfig
+        node: Any = getattr(owner, "_distributed", None)  # private, a DistributedConfig in datasets 5.2.0
         if type(owner).__module__.partition(".")[0] == "datasets" and getattr(node, "world_size", 1) > 1:
             return f"split_dataset_by_node gave each of {node.world_size} processes its own part of the {_name(owner)}"
         if any(getattr(stage, "__name__", "") == "split_by_node" for stage in _stages(owner)):
@@ -67,7 +67,7 @@ def _name(owner: Any) -> str:
 
 
 def _stages(owner: Any) -> Iterator[Any]:
-    """The functions of a pipeline of webdataset 1.0.2, of a loader's dataset included."""
+    """The functions of a pipeline of webdataset 1.0.2, and of the dataset of a loader in it."""
     pipeline = getattr(owner, "pipeline", None)
     for stage in pipeline if isinstance(pipeline, list) else ():
         yield getattr(stage, "func", stage)  # a functools.partial
@@ -77,13 +77,14 @@ def _stages(owner: Any) -> Iterator[Any]:
 
 
 _SAMPLED_ELEMENTS = 2048
+"""The largest number of elements of a tensor in a digest, so that a digest takes microseconds."""
 
 
 class StreamDigest:
-    """A running digest of the batches that one rank has read from a loader that keeps its own order.
+    """A running digest of the batches that one rank has read from a loader with a custom order.
 
-    It is made on the host, of the loader's batches as they come. Tensors of a device are not read. Of large tensors it
-    takes elements at equal distances, unless `whole` asks for all.
+    It is computed on the host, before batches are moved. Tensors on another device are not read. Of large tensors it
+    uses elements at equal distances, unless `whole` is True.
     """
 
     batches: int
@@ -93,12 +94,12 @@ class StreamDigest:
         self.batches = self.value = 0
 
     def add(self, batch: Any, *, whole: bool = False) -> None:
-        """Take in a batch; equal batches on all ranks give equal digests."""
+        """Add a batch. Equal batches on all ranks give equal digests."""
         self.batches += 1
         self.value = _digest(batch, self.value, whole, 0)
 
     def read(self, batches: Iterator[tuple[Any, int | None]]) -> Iterator[tuple[Any, int | None]]:
-        """`batches` with their numbers of samples, taken in as they are read."""
+        """Add `batches`, given with their numbers of samples, while they are read."""
         for batch, count in batches:
             self.add(batch)
             yield batch, count
@@ -121,7 +122,7 @@ def _digest(item: Any, value: int, whole: bool, depth: int) -> int:
         return zlib.crc32(np.ascontiguousarray(item.reshape(-1)[::step]).view(np.uint8).data, value)
     if item is None or isinstance(item, str | bytes | int | float | complex | np.generic):
         return zlib.crc32(item if isinstance(item, bytes) else f"{item!r}".encode(), value)
-    if depth < 8:
+    if depth < 8:  # limits the recursion in containers that contain themselves
         for part in _parts(item):
             value = _digest(part, value, whole, depth + 1)
     return zlib.crc32(type(item).__name__.encode(), value)
@@ -139,25 +140,25 @@ def _parts(item: Any) -> Iterator[Any]:
     elif is_dataclass(item) and not isinstance(item, type):
         yield from (getattr(item, field.name, None) for field in fields(item))
     elif not isinstance(item, type) and not callable(item):
-        yield from getattr(item, "__dict__", {}).values()  # containers of other libraries
+        yield from getattr(item, "__dict__", {}).values()  # a container of another library
 
 
 class StreamCheck:
-    """Finds a stream that is expected to be the same on all ranks and is not.
+    """Finds differences between the ranks in a stream that must be equal on all of them.
 
     The ranks compare the first batch before the first forward pass, all batches of the first step before its update,
-    and the batches read so far whenever `compare` is called. All ranks call it together.
+    and all batches so far in each call of `compare`. All ranks call it together.
 
     Args:
-        comm: to the other ranks.
-        first_step: batches that all ranks read for a step.
+        comm: the communicator.
+        first_step: the number of batches that all ranks read for a step.
     """
 
     def __init__(self, comm: Communicator, first_step: int) -> None:
         self._comm, self._first_step, self._digest, self._name = comm, first_step, StreamDigest(), ""
 
     def read(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """`batches` of `loader`, taken in as they are read."""
+        """Add `batches` of `loader` while they are read."""
         digest, self._name = self._digest, stream_name(loader)
         first = not digest.batches
         for batch in batches:
@@ -167,11 +168,11 @@ class StreamCheck:
                 first = False
             yield batch
             del batch
-        if first:  # the stream is empty here
+        if first:  # this rank's stream is empty, and the others compare their first batch
             self.compare()
 
     def begin(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        """`steps`; the ranks compare what they have read when the first of them has run its micro-batches."""
+        """Wrap `steps`, so that the ranks compare their batches after the micro-batches of the first step."""
         for first in steps:
             first.micro_batches = self._compare_after(first.micro_batches)
             yield first
@@ -183,16 +184,16 @@ class StreamCheck:
         self.compare()
 
     def compare(self) -> None:
-        """Compare what has been read.
+        """Compare the batches that the ranks have read.
 
         Raises:
-            ModuleContractError: on all ranks, where they have read different batches.
+            ModuleContractError: they have read different batches; raised on all ranks.
         """
         refuse_unlike_streams(self._name, self._comm.gather((self._digest.batches, self._digest.value)), "train")
 
 
 def stream_name(loader: Any) -> str:
-    """The class of what gives the batches, for messages."""
+    """The classes of the loader and its dataset, for messages."""
     dataset = getattr(loader, "dataset", None)
     return f"{_name(loader)} over a {_name(dataset)}" if dataset is not None else _name(loader)
 
@@ -201,9 +202,9 @@ def refuse_unlike_streams(name: str, digests: list[Any], stage: str) -> None:
     """Refuse batches that differ between ranks.
 
     Args:
-        name: of the loader.
+        name: the name of the loader.
         digests: `(batches, value)` of each rank.
-        stage: by which `data_sharding` names it.
+        stage: the key of the stage in `data_sharding`.
 
     Raises:
         ModuleContractError: they differ.
@@ -213,8 +214,8 @@ def refuse_unlike_streams(name: str, digests: list[Any], stage: str) -> None:
         raise ModuleContractError(
             f"rank {', '.join(unlike)} read other batches than rank 0 from the {stage} loader, a {name}: "
             f"{', '.join(f'{count} batches with digest {value:08x}' for count, value in digests[:8])}. All processes "
-            "have to read the same batches, of which each uses its part. If the loader gives each process its own part "
+            "must read the same batches, of which each uses its part. If the loader gives each process its own part "
             f"of the data, write data_sharding={{{stage!r}: 'loader'}} in TrainerArguments. If not, let it draw from "
-            "the generators of torch, numpy and random, which are alike on all processes while it is read, and not "
+            "the generators of torch, numpy and random, which are equal on all processes while it is read, and not "
             "from the rank, the clock or the operating system."
         )

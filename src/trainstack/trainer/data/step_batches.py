@@ -26,25 +26,25 @@ from trainstack.trainer.data.torch_classes import ORDERS, is_usual, replaced_met
 
 @dataclass(slots=True)
 class StepBatches:
-    """What one global step trains on, on this process.
+    """The micro-batches of one global step on this process.
 
-    A micro-batch is fetched when the loop asks for it, never ahead: a loader may reuse the memory of a batch for the
-    next one. Where `batch_weight` counts items, their total is therefore known only after the last micro-batch. The
-    weights are then shares of an estimate, and the gradients are multiplied by `scale` afterwards.
+    A micro-batch is fetched when the loop asks for it, never ahead, because a loader may reuse the memory of a batch
+    for the next one. If `batch_weight` counts items, their total is therefore known only after the last micro-batch.
+    The weights are then shares of an estimate, and the gradients are multiplied by `scale` afterwards.
 
     Attributes:
-        micro_batches: gives each micro-batch once, with its weight and whether it is the last of the step here. A short
-            step of a loader without length may end before the last. The loop reads it to its end.
-        weights: the share of each micro-batch in the step; over all processes they sum to one (to zero if nothing
-            counts). Valid once `micro_batches` is used up, as are `items` and `scale`.
-        items: what the step's loss is a mean over, on all processes together: samples, tokens, ...
-        samples: samples on all processes together; 0 where unknown.
-        counted: how many micro-batches counters count, where that is not how many there are.
+        micro_batches: yields each micro-batch once, with its weight, and whether it is the last of the step on this
+            process. A short step of a loader without length may end before the last. The loop exhausts the iterator.
+        weights: the share of each micro-batch in the step. Over all processes they sum to 1, or to 0 if there are no
+            items. Like `items` and `scale`, it is valid once `micro_batches` is exhausted.
+        items: the number of items (samples, tokens, ...) in the mean of the step's loss, over all processes.
+        samples: the number of samples over all processes; 0 if unknown.
+        counted: the number of micro-batches to add to the counters; None for the actual number.
         uneven: whether a rank may run a micro-batch of weight 0; the same on all ranks.
         scale: the factor that turns the accumulated gradients into those of the mean loss.
-        indices: of the samples in the data set, one int64 tensor for each micro-batch; None where they are not known.
-        rescale: a factor for the gradients accumulated so far, before the next micro-batch: the estimate has grown, so
-            that no weight exceeds 1. Larger ones could overflow in half precision.
+        indices: the indices of the samples, one int64 tensor for each micro-batch; None if unknown.
+        rescale: a factor for the accumulated gradients before the next micro-batch. It is set when the estimate grows,
+            so that no weight exceeds 1. Larger weights could overflow in half precision.
     """
 
     micro_batches: Iterator[MicroBatch]
@@ -58,7 +58,7 @@ class StepBatches:
     indices: Sequence[Tensor] | None = None
 
     def settle(self, counts: Sequence[float], estimate: float, total: float) -> None:
-        """Set what is known after the last micro-batch: `counts` items here, of `total` on all processes."""
+        """Set the weights after the last micro-batch, from its `counts` of items and the `total` of all processes."""
         self.items = total
         self.weights = [count / total if total else 0.0 for count in counts]
         self.scale = estimate / total if total else 1.0
@@ -71,7 +71,7 @@ WeightFn = Callable[[Any], float]
 
 
 def unsupported_order_reason(loader: Any) -> str | None:
-    """Why the library cannot order the data behind `loader` itself; None if it can."""
+    """The reason why the library cannot make the order of the data of `loader`; None if it can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, not a DataLoader"
     replaced = replaced_method(loader, DataLoader)
@@ -83,7 +83,7 @@ def unsupported_order_reason(loader: Any) -> str | None:
         return "it has its own batch sampler, or no automatic batching"
     sampler: Any = loader.sampler
     if not any(is_usual(sampler, kind) for kind in ORDERS):
-        return f"its sampler is a {type(sampler).__name__} with an order of its own"
+        return f"its sampler is a {type(sampler).__name__} with a custom order"
     dataset: Any = loader.dataset
     if len(sampler) != len(dataset) or getattr(sampler, "replacement", False):
         return "its sampler does not draw every sample once"
@@ -91,7 +91,7 @@ def unsupported_order_reason(loader: Any) -> str | None:
 
 
 def describe_order(loader: Any) -> str:
-    """How the samples behind `loader` come in training."""
+    """A description of the order of the samples of `loader` in training."""
     if unsupported_order_reason(loader) is not None:
         return "in the loader's own order"
     if isinstance(loader.sampler, LengthGroupedSampler | CombinedOrder):
@@ -100,7 +100,7 @@ def describe_order(loader: Any) -> str:
 
 
 def order_of(loader: Any, *, global_batch: int, **options: Any) -> DataOrder:
-    """The order of the samples behind `loader`, which the library makes; `options` are of `DataOrder`."""
+    """The library's order of the samples of `loader`. `options` are arguments of `DataOrder`."""
     sampler = loader.sampler
     grouped = isinstance(sampler, LengthGroupedSampler)
     return DataOrder(
@@ -115,13 +115,13 @@ def order_of(loader: Any, *, global_batch: int, **options: Any) -> DataOrder:
 
 @dataclass(slots=True)
 class OrderedSource:
-    """A map-style data set in the library's own order: every sample once, whatever the number of processes.
+    """A map-style data set in the library's order: every sample once, for any number of processes.
 
     Args:
         fetcher: loads samples by index.
-        order: which samples, when.
-        weight_fn: the user's `batch_weight`, or None where a batch counts as its samples.
-        comm: tells what the other processes' batches weigh, where `weight_fn` has to be asked.
+        order: the order of the samples.
+        weight_fn: the user's `batch_weight`; None if a batch counts as its samples.
+        comm: sums the results of `weight_fn` over the processes.
     """
 
     fetcher: Fetcher
@@ -142,8 +142,8 @@ class OrderedSource:
                 step.indices = share.micro_batches
                 yield step
                 continue
-            layout = number, len(share.micro_batches[-1]) if number else 0, share.samples  # the others are full
-            if layout not in weights:  # it is that of most steps
+            layout = number, len(share.micro_batches[-1]) if number else 0, share.samples  # only the last is not full
+            if layout not in weights:  # most steps have the same layout
                 weights[layout] = [len(index) / share.samples for index in share.micro_batches]
             step = _known_step(own, weights[layout], share.samples, borrowed)
             step.uneven, step.indices = share.uneven, share.micro_batches
@@ -152,9 +152,9 @@ class OrderedSource:
 
 @dataclass(slots=True)
 class CustomOrderSource:
-    """Any iterable of ready-made batches, taken in the order in which it gives them.
+    """Any iterable of batches, in its order.
 
-    Every process reads all of them and trains on each `world_size`-th.
+    Every process reads all batches, and trains on every `world_size`-th.
     """
 
     batches: Iterable[Any]
@@ -164,7 +164,7 @@ class CustomOrderSource:
     world_size: int = 1
 
     def iter_steps(self, epoch: int, samples_done: int, batches_done: int) -> Iterator[StepBatches]:
-        """The steps that follow the first `batches_done` batches; those are read, now, and put aside."""
+        """The steps after the first `batches_done` batches, which are read at once and skipped."""
         stream = after_copies(iter(self.batches))
         for _ in islice(stream, batches_done * self.world_size):
             pass
@@ -181,7 +181,7 @@ class CustomOrderSource:
                 step = StepBatches(iter(()), uneven=self.world_size > 1)
                 step.micro_batches = self._micro_batches(step, first, stream)
                 yield step
-            del first  # the next batch may need its memory
+            del first  # frees its memory for the next batch
 
     def _micro_batches(self, step: StepBatches, first: Any, stream: Iterator[Any]) -> Iterator[MicroBatch]:
         number = self.accumulation * self.world_size
@@ -190,8 +190,8 @@ class CustomOrderSource:
         estimate = 0.0
         for position, batch in enumerate(chain([first], islice(stream, number - 1))):
             counts.append(checked_weight(self.weight_fn(batch)))
-            # Every process reads these batches, so all have the same estimate. It stays in the last round, in which
-            # the processes sum their gradients.
+            # Every process reads these batches, so all have the same estimate. It must not change in the last round,
+            # because the processes sum their gradients in it.
             if counts[-1] > estimate and (not estimate or self.world_size == 1 or position < last_round):
                 step.rescale *= estimate / (counts[-1] * number) if estimate else 1.0
                 estimate = counts[-1] * number
@@ -199,7 +199,7 @@ class CustomOrderSource:
                 weight = counts[-1] / estimate if counts[-1] else 0.0
                 yield batch, weight, position // self.world_size == self.accumulation - 1
         own = counts[self.rank :: self.world_size]
-        if self.world_size > 1:  # where the stream has ended, no rank knew that a pass was its last
+        if self.world_size > 1:  # an early end of the stream needs one more pass, in which gradients are summed
             rounds = -(-len(counts) // self.world_size)
             step.counted = rounds
             passes = rounds if rounds == self.accumulation else rounds + 1
@@ -211,12 +211,12 @@ _LAST = (True,)
 
 
 def _lend(batches: Iterator[Any], number: int) -> Iterator[Any]:
-    """`batches`, of which the first `number` are borrowed."""
+    """`batches`, with the first `number` marked as borrowed."""
     return chain(map(Borrowed, islice(batches, number)), batches) if number else batches
 
 
 def _known_step(batches: Iterator[Any], weights: Sequence[float], samples: int, borrowed: int = 0) -> StepBatches:
-    """A step whose batches count as their samples; it has `samples` on all ranks. The first are `borrowed`."""
+    """A step whose batches count as their samples, with `samples` on all ranks. The first `borrowed` are borrowed."""
     if len(weights) == 1 and not borrowed:
         return StepBatches(zip(batches, weights, _LAST, strict=True), weights, samples, samples)
     passes = borrowed + len(weights)
@@ -228,11 +228,11 @@ def _known_step(batches: Iterator[Any], weights: Sequence[float], samples: int, 
 def _weigh_step(
     batches: Iterator[Any], passes: int, weight_fn: WeightFn, samples: int, comm: Communicator
 ) -> StepBatches:
-    """A step of `passes` batches on each rank, whose items `weight_fn` counts. Borrowed ones have none."""
+    """A step of `passes` batches on each rank, whose items `weight_fn` counts. Borrowed batches have no items."""
     step = StepBatches(iter(()), samples=samples, counted=passes, uneven=comm.size > 1)
 
     def micro_batches() -> Iterator[MicroBatch]:
-        # The estimate has to be the same on all ranks, since their gradients are summed. With one pass it is the total.
+        # The estimate must be the same on all ranks, because their gradients are summed. With one pass it is the total.
         counts, estimate, total = list[float](), 0.0, 0.0
         for position, batch in enumerate(batches):
             count = 0.0 if type(batch) is Borrowed else checked_weight(weight_fn(batch))
@@ -254,17 +254,17 @@ def _weigh_step(
 
 
 def custom_batch_weight(module: Any) -> WeightFn | None:
-    """The module's `batch_weight` if it overrides the method; None where a batch counts as its samples."""
+    """The module's `batch_weight` if it overrides the method; None if a batch counts as its samples."""
     weigh = getattr(module, "batch_weight", None)
     counts = getattr(weigh, "counts_samples", False)
     return None if (counts(module) if callable(counts) else counts) else weigh
 
 
 def sums_losses(module: Any) -> bool:
-    """Whether the losses of `module` are sums over samples, as its `loss_reduction` says.
+    """Whether the losses of `module` are sums over samples, by its `loss_reduction`.
 
     Raises:
-        ConfigurationError: it says something else.
+        ConfigurationError: `loss_reduction` has an unknown value.
     """
     reduction = getattr(module, "loss_reduction", None)
     if reduction not in (None, "mean", "sum"):
@@ -276,10 +276,7 @@ def sums_losses(module: Any) -> bool:
 
 
 def sum_steps(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
-    """`steps` whose losses are sums over samples: their micro-batches are added up over all processes.
-
-    One without items still has weight 0.
-    """
+    """Give all micro-batches of `steps` weight 1, for losses that are sums over samples. Without items it is 0."""
     for step in steps:
         step.micro_batches = _summed(step, step.micro_batches)
         yield step
@@ -287,23 +284,23 @@ def sum_steps(steps: Iterable[StepBatches]) -> Iterator[StepBatches]:
 
 def _summed(step: StepBatches, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     for batch, weight, last in micro_batches:
-        step.rescale = 1.0  # of shares of an estimate, which sums are not
+        step.rescale = 1.0  # a sum needs no estimate
         yield batch, float(weight > 0), last
     step.weights, step.scale = [float(weight > 0) for weight in step.weights], 1.0
 
 
 @dataclass(slots=True)
 class PoissonSource:
-    """A map-style data set, sampled anew in each global step.
+    """A map-style data set that is sampled at random for each global step.
 
-    Counters and logs get the planned numbers, since the number of records that were drawn is private.
+    Counters and logs get the planned numbers, because the number of sampled records is private.
 
     Args:
         fetcher: loads records by index.
-        sampling: draws them.
-        data: its plan.
-        accumulation: micro-batches a global step in the plan.
-        comm: tells how many micro-batches the other ranks have. A rank with fewer borrows the first record.
+        sampling: draws the records.
+        data: the batch sizes of the plan.
+        accumulation: the planned number of micro-batches in a global step.
+        comm: exchanges the numbers of micro-batches. A rank with fewer borrows the first record.
     """
 
     fetcher: Fetcher
@@ -313,7 +310,7 @@ class PoissonSource:
     comm: Communicator
 
     def iter_steps(self, epoch: int, first_step: int, steps: int) -> Iterator[StepBatches]:
-        """At most `steps` steps, the first of them for global step `first_step`; fewer if sampling is over."""
+        """At most `steps` steps, from global step `first_step` on; fewer if the privacy budget allows fewer."""
         last = first_step + self.sampling.steps_allowed(steps)
         self.sampling.begin()
         draws, ahead = tee(self.sampling.draw(step) for step in range(first_step, last))
@@ -337,6 +334,6 @@ class PoissonSource:
             yield batch, weights[position], position == len(parts) - 1
 
     def _cut(self, draw: Draw) -> tuple[Tensor, ...]:
-        """Parts of nearly equal size, none larger than fits."""
+        """Split a draw into parts of nearly equal size, at most `max_micro_batch`."""
         pieces = -(-len(draw.local) // self.data.max_micro_batch)
         return torch.tensor_split(draw.local, pieces) if pieces else ()

@@ -1,7 +1,7 @@
-"""Whether loaders, samplers and datasets have torch's or the library's own methods, so that what they do is known.
+"""Check whether loaders, samplers and datasets have the methods of torch or of the library, with known behaviour.
 
-The methods are noted when this module is imported. A method that is overridden in a subclass, or replaced later on the
-class or on the object, makes the object one that is used as it comes.
+The methods are noted when this module is imported. If a method is overridden in a subclass, or replaced later in the
+class or in the object, the object is used without assumptions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _methods(kind: type) -> dict[str, Any]:
 
 
 ORDERS: tuple[type, ...] = (RandomSampler, SequentialSampler, LengthGroupedSampler, CombinedOrder)
-"""Samplers whose order the library makes itself."""
+"""Samplers whose order the library makes."""
 _KINDS: tuple[type, ...] = (DataLoader, BatchSampler, *ORDERS, Subset, TensorDataset)
 _METHODS = {kind: _methods(kind) for kind in _KINDS}
 # torch 2.13.0: the registry behind `default_collate`, documented as its extension point, and its entry for tensors.
@@ -44,7 +44,7 @@ _collate_by_type = getattr(_collate, "collate", None)
 
 
 def replaced_method(item: Any, kind: type) -> str | None:
-    """The name of a method of `kind`, one of torch's classes, for which `item` has another; None if it has all."""
+    """The name of the first method of `kind` that `item` overrides or replaces; None if there is none."""
     mine = getattr(item, "__dict__", {})
     for name, usual in _METHODS[kind].items():
         if inspect.getattr_static(type(item), name, None) is not usual or name in mine:
@@ -53,7 +53,7 @@ def replaced_method(item: Any, kind: type) -> str | None:
 
 
 def is_usual(item: Any, kind: type) -> bool:
-    """Whether `item` is an object of `kind` itself, with all of its methods, and fetches one sample at a time."""
+    """Whether `item` is an object of exactly `kind`, with all of its methods, and fetches one sample at a time."""
     if type(item) is not kind or replaced_method(item, kind) is not None:
         return False
     return "__getitems__" in _METHODS[kind] or not hasattr(item, "__getitems__")
@@ -69,22 +69,22 @@ def stacks_tensors(collate_fn: Any) -> bool:
 
 
 def makes_lists_of_fields(loader: Any) -> bool:
-    """Whether a list among the batches of `loader` has an item for each field of a sample, not one for each sample."""
+    """Whether a batch of `loader` that is a list has an item for each field of a sample, not for each sample."""
     return getattr(loader, "collate_fn", None) in (_default_collate, _default_convert)
 
 
 def draws_first_batch_alone(loader: Any) -> bool:
     """Whether only the first batch of a pass over `loader` may draw from the generators of this process.
 
-    It holds for what torch or Python fetches itself, and for fetching in workers. A sampler without a generator draws
-    the seed of one when the first batch is asked for.
+    This is True if code of torch or Python fetches the samples, or if workers fetch them. A sampler without a generator
+    draws a seed with the first batch.
     """
     if type(loader) in (list, tuple):
         return True
     if not is_usual(loader, DataLoader):
         return False
     dataset: Any = loader.dataset
-    if not isinstance(dataset, IterableDataset):  # for which torch refuses samplers
+    if not isinstance(dataset, IterableDataset):  # torch refuses samplers for an IterableDataset
         batches = loader.batch_sampler
         if not (batches is None or is_usual(batches, BatchSampler)):
             return False

@@ -1,4 +1,4 @@
-"""`TrainingData` asks the module for its loader and derives order and plan from it."""
+"""`TrainingData` gets the loader of the module, and derives order and plan from it."""
 
 from __future__ import annotations
 
@@ -57,32 +57,32 @@ from trainstack.trainer.data.step_batches import (
 )
 from trainstack.trainer.module_interface import MicroBatchInfo, ModuleInterface
 
-_EMPTY = "get_train_dataloader gives a loader over an empty data set; there is nothing to train on."
+_EMPTY = "get_train_dataloader returned a loader over an empty data set. Return a loader with data."
 
 
 class TrainingData:
     """The training data of one run.
 
     Args:
-        module: is asked for a loader once for the plan, and again at the start of each epoch.
-        args: batch sizes and caps.
-        world: how many processes share the data.
-        state: of the run: seed and version of the order.
-        log: for warnings about the order of the data.
-        public_dataset_size: how long the plan takes a data set to be, where the true length is private.
-        streams: of samples and loaders in a private run; None for those of `seed`.
-        asks: False where nothing is to be trained: the module is then asked for no loader.
+        module: the module. Its `get_train_dataloader` is called for the plan, and at the start of each epoch.
+        args: the arguments with batch sizes and limits.
+        world: the processes that share the data.
+        state: the state of the run, with seed and version of the order.
+        log: logs warnings about the order of the data.
+        public_dataset_size: the length of the data set in the plan, if the true length is private.
+        streams: the random streams of samples and loaders in a private run; None to seed them from `state`.
+        asks: False for a run without training, which calls no `get_train_dataloader`.
 
     Attributes:
-        plan: the run's step arithmetic.
-        loader: what the module returned last.
-        sample_hashes: of three fixed samples by index, of the loader for the plan, if somebody has set them.
-        epoch_hashes: the same of the loader for the epoch under way, if `hashes_epochs`.
-        hashes_epochs: whether somebody compares them.
-        lengths: keeps the plan to the length of each epoch.
-        loader_state: the state of a loader that keeps one.
-        dataset: of the loader that was made for the plan; None if it has none.
-        training_set: what the layers of the stack may know of the data.
+        plan: the numbers of steps and batch sizes.
+        loader: the last result of `get_train_dataloader`.
+        sample_hashes: the hashes of three fixed samples by index, from the loader for the plan; empty until set.
+        epoch_hashes: the same hashes from the loader of the current epoch, if `hashes_epochs` is True.
+        hashes_epochs: whether to compute `epoch_hashes`.
+        lengths: updates the plan with the length of each epoch.
+        loader_state: saves and restores the state of a stateful loader.
+        dataset: the data set of the loader for the plan; None if it has none.
+        training_set: the description of the data for the layers of the stack.
     """
 
     loader_state: LoaderState
@@ -92,7 +92,7 @@ class TrainingData:
     dataset: Any | None
     _fetcher: Fetcher | None = None
     _cursor: OrderCursor | None = None
-    _sampled_loader: Any = None  # of the epoch under way, in a private run
+    _sampled_loader: Any = None  # of the current epoch, in a private run
 
     def __init__(
         self,
@@ -137,28 +137,28 @@ class TrainingData:
     def _warn_of_sharding(self, loader: Any) -> None:
         if self._sharding == "loader" and self._world.size > 1 and not self._is_presharded(loader):
             self._log.warning(
-                "data_sharding='loader' is not used in training: the loader is over a data set with indices, which the "
-                "library orders and splits among the processes itself. Give it all of the data, or, if each process "
-                "has its own, a sampler or batch sampler of your own."
+                "data_sharding='loader' is not used in training: the data set of the loader has indices, so the "
+                "library orders it and splits it among the processes. Give the loader all of the data. If each process "
+                "has a different part, give it a custom sampler or batch sampler."
             )
 
     def iter_steps(self, state: RunState, sampling: Sampling | None = None) -> Iterator[StepBatches]:
-        """The global steps of `state.epoch` that are still to be made, their samples drawn by `sampling` if given.
+        """The remaining global steps of `state.epoch`. If `sampling` is given, it draws the samples.
 
         Raises:
-            CheckpointMismatchError: the epoch has begun with its data in another order.
+            CheckpointMismatchError: the epoch began with its data in another order.
             ModuleContractError: the module has no usable training data.
         """
         generators = LoaderGenerators(self._sample_seed, state.epoch)
         told = tell_users_datasets(self.loader, state.epoch)
-        with generators:  # what the method draws has to be the same on all ranks
+        with generators:  # random numbers of the method must be the same on all ranks
             loader = self._ask()
         if loader is None:
             raise ModuleContractError(
                 f"{type(self._module).__name__}.get_train_dataloader returned None. Return a DataLoader: "
                 "DataLoader(dataset, batch_size=batch_size, sampler=sampler(dataset))."
             )
-        if self.hashes_epochs:  # now, since samples may depend on the state that the epoch begins with
+        if self.hashes_epochs:  # before the first step, because samples may depend on the state of the module
             self.epoch_hashes = self.hash_samples()
         reason, self._cursor = unsupported_order_reason(loader), None
         set_epoch(loader, state.epoch, in_own_order=reason is not None, told=told)
@@ -175,26 +175,26 @@ class TrainingData:
         return sum_steps(steps) if sums_losses(self._module) else steps
 
     def _describe_order(self, loader: Any) -> str:
-        """As `describe_order`, with all that an order depends on."""
+        """As `describe_order`, with the global batch if the order depends on it."""
         order = describe_order(loader)
         grouped = isinstance(getattr(loader, "sampler", None), LengthGroupedSampler)
         return f"{order} in batches of {self.plan.global_batch}" if grouped else order
 
     def close(self) -> None:
-        """End the loader's workers; another pass starts new ones."""
+        """End the loader's workers. Another pass starts new ones."""
         self._fetcher = None
 
     def set_plan(self, plan: TrainingPlan) -> None:
-        """Replace the plan by another one of the same data, for the module as well.
+        """Replace the plan by another one for the same data, also in the module.
 
         Raises:
-            ConfigurationError: the module refuses that its batches are split.
+            ConfigurationError: the plan splits batches, and the module forbids it.
         """
         check_plan(self._module, plan)
         self.plan = self._module.plan = plan
 
     def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
-        """The samples of a micro-batch of the step after those that `state` counts; None where that is not known."""
+        """The samples of a micro-batch of the current step, by its position; None if they are unknown."""
         share = self._share(state.epoch, state.samples_in_epoch)
         borrowed = 0 if share is None else len(share.borrowed)
         if share is not None and position < borrowed:
@@ -202,8 +202,13 @@ class TrainingData:
         return self.indices_of(state.epoch, state.samples_in_epoch, position - borrowed)
 
     def indices_of(self, epoch: int, first: int, position: int) -> list[int] | None:
-        """The samples of a micro-batch of the step whose first sample is at `first` in the order of `epoch`; None where
-        that is not known. Borrowed micro-batches are not counted."""
+        """The samples of a micro-batch of a step; None if they are unknown.
+
+        Args:
+            epoch: the epoch of the step.
+            first: the position of the step's first sample in the order of the epoch.
+            position: the position of the micro-batch in the step, without borrowed ones.
+        """
         share = self._share(epoch, first)
         if share is None or position >= len(share.micro_batches):
             return None
@@ -219,9 +224,9 @@ class TrainingData:
         return sample_hashes(self.loader, self._seed)
 
     def micro_batch(self, state: RunState) -> MicroBatchInfo:
-        """The micro-batch that `train_step` is called for; number 0 of 1 where records are drawn.
+        """The current micro-batch of `train_step`. In a private run it is always number 0 of 1.
 
-        The micro-batch of a drawn record depends on the others, which must not change its gradient.
+        There the micro-batch of a record depends on the other sampled records, and these must not change its gradient.
         """
         if self._is_sampled or state.current_step <= state.global_step:
             return MicroBatchInfo()
@@ -232,7 +237,7 @@ class TrainingData:
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
 
     def compare_streams(self) -> None:
-        """Compare what the ranks have read of a stream that is to be the same on all; all ranks call it together.
+        """Compare the batches that the ranks have read from the same stream. All ranks call this together.
 
         Raises:
             ModuleContractError: they have read different batches.
@@ -241,12 +246,12 @@ class TrainingData:
             self._stream_check.compare()
 
     def _unordered(self, loader: Any, generators: LoaderGenerators, state: RunState) -> Iterator[StepBatches]:
-        """The steps of a loader with an order of its own, from a checkpoint's state if it has one."""
+        """The steps of a loader with a custom order, from the loader's state in the checkpoint if there is one."""
         world, accumulation = self._world, self.plan.accumulation
         counter, weigh = None, self._batch_weight()
         if weigh is None:
             weigh = counter = SampleCounter(loader, self._warn_once, accumulation * world.size)
-        if not is_stateful(loader):  # the state of such a loader goes with those of its generators
+        if not is_stateful(loader):  # a stateful loader is saved with the states of its generators
             own_generators(loader, besides=self._module).seed(self._sample_seed, state.epoch, WHOLE_EPOCH)
         within = state.batches_in_epoch > 0
         batches, positioned = self.loader_state.begin(loader, generators, within=within, counter=counter)
@@ -263,12 +268,12 @@ class TrainingData:
         return steps if check is None else check.begin(steps)
 
     def _is_presharded(self, loader: Any) -> bool:
-        """Whether each rank reads its loader whole."""
+        """Whether each rank trains on all batches of its loader."""
         several = self._world.size > 1 and self._sharding == "loader"
         return several and loader is not None and unsupported_order_reason(loader) is not None
 
     def _batch_weight(self) -> WeightFn | None:
-        """As `custom_batch_weight`; what a `SupervisedModule` has chosen is logged at its first batch."""
+        """As `custom_batch_weight`. At the first batch, it logs the choice of a `SupervisedModule`."""
         module: Any = self._module
         weigh = custom_batch_weight(module)
         if weigh is None or self._choice_logged or not hasattr(module, "weight_choice"):
@@ -292,7 +297,7 @@ class TrainingData:
         problem = "get_train_dataloader returned None" if loader is None else unsupported_order_reason(loader)
         length = None if problem else len(loader.dataset)
         self.dataset = getattr(loader, "dataset", None)
-        # Not the fetcher of the epochs: it would be replaced in the middle of an epoch whose loader is another one.
+        # Not the fetcher of the epochs, which would be replaced within an epoch that has another loader.
         fetcher: list[Fetcher] = []
 
         def fetch(index: Tensor) -> Any:
@@ -305,9 +310,8 @@ class TrainingData:
         packed = next((one for one in datasets_in(self.dataset) if isinstance(one, PackedDataset)), None)
         if packed is not None and self._is_sampled:
             raise PrivacyError(
-                "a row of a PackedDataset holds several documents, and a private run bounds what each record adds to "
-                "the gradient: with rows as records, several people may share a bound. Train on the data set itself, "
-                "padded."
+                "a row of a PackedDataset has several documents, and a private run bounds the gradient of each record. "
+                "With rows as records, several people may share a bound. Train on the data set itself, with padding."
             )
         return TrainingSet(
             length=length,
@@ -324,21 +328,21 @@ class TrainingData:
         assert plan.steps_per_epoch is not None
         if sums_losses(self._module):
             raise ConfigurationError(
-                f"{type(self._module).__name__}.loss_reduction is 'sum', and a private run bounds and adds the "
+                f"{type(self._module).__name__}.loss_reduction is 'sum', but a private run bounds and adds the "
                 "gradients of single records. Return one loss for each record, or their mean."
             )
         if custom_batch_weight(self._module) is not None and not self._choice_logged:
             self._choice_logged = True
             self._log.info(
-                "batch_weight is not used in private training: each sample counts once, however many items it holds, "
-                "since the gradient of each is clipped by itself. Evaluation uses it."
+                "batch_weight is not used in private training: each sample counts once, for any number of items, "
+                "because the gradient of each sample is clipped separately. Evaluation uses it."
             )
         problem = unsupported_order_reason(loader)
         if problem is not None or len(loader.dataset) != self.training_set.length:
             raise ModuleContractError(
-                f"get_train_dataloader returned a loader over {problem or f'{len(loader.dataset)} samples'}; the run "
-                f"was planned for a sample of {self.training_set.length} with indices. Return the same data in every "
-                "epoch."
+                f"get_train_dataloader returned another loader: {problem or f'it has {len(loader.dataset)} samples'}. "
+                f"The run was planned for {self.training_set.length} samples with indices. Return the same data in "
+                "every epoch."
             )
         self._sampled_loader = loader
         source = PoissonSource(
@@ -355,7 +359,7 @@ class TrainingData:
         try:
             loader = self._module.get_train_dataloader(sampler=RandomSampler, batch_size=self.plan.micro_batch)
         except Exception as error:
-            if isinstance(error, ValueError) and "num_samples=0" in str(error):  # torch's sampler
+            if isinstance(error, ValueError) and "num_samples=0" in str(error):  # raised by torch's sampler
                 raise ModuleContractError(_EMPTY) from error
             annotate(error, f"raised in {type(self._module).__name__}.get_train_dataloader")
             raise
@@ -372,9 +376,9 @@ class TrainingData:
         if loader is not None and unsupported_order_reason(loader) is None and has != asked:
             raise ModuleContractError(
                 f"get_train_dataloader was called with batch_size={asked} and returned a loader with "
-                f"batch_size={has}. Pass batch_size on to the DataLoader, and set train_batch_size and "
-                "gpu_batch_size_limit in TrainerArguments. If batch_size means something else there, return "
-                "trainstack.as_is(loader), whose batches are used as they come."
+                f"batch_size={has}. Pass batch_size to the DataLoader, and set train_batch_size and "
+                "gpu_batch_size_limit in TrainerArguments. If batch_size has another meaning in this loader, return "
+                "trainstack.as_is(loader), whose batches are not changed."
             )
         self.loader = loader
         if loader is None or not self._args.overfit_batches:
@@ -382,7 +386,7 @@ class TrainingData:
         return self._overfit.of(loader, self.plan.accumulation * self._world.size)
 
     def overfit_val_loader(self, batch_size: int) -> Any:
-        """With `overfit_batches`, a loader over what is trained on, in fixed order; else None."""
+        """With `overfit_batches`, a loader over the training samples, in a fixed order; else None."""
         loader = self._ask() if self._args.overfit_batches else None
         if loader is None or unsupported_order_reason(loader) is not None:
             return loader
@@ -397,7 +401,7 @@ class TrainingData:
                 raise ModuleContractError(_EMPTY)
         elif loader is not None:
             length = None
-            with suppress(TypeError):  # it has no length
+            with suppress(TypeError):  # the loader has no length
                 length = len(loader)
             if self._is_presharded(loader):  # the ranks with fewer batches take part until the end
                 by_rank = self._world.comm.gather(length, "the length of the training loader")
@@ -419,8 +423,8 @@ class TrainingData:
         plan, world, length = self.plan, self._world, len(loader.dataset)
         if plan.global_batch > length and loader.drop_last:
             raise ConfigurationError(
-                f"train_batch_size={plan.global_batch} with drop_last=True and {length} samples leaves no global step "
-                "at all. Lower train_batch_size or write drop_last=False."
+                f"train_batch_size={plan.global_batch} with drop_last=True and {length} samples leaves no global step. "
+                "Write a smaller train_batch_size, or drop_last=False."
             )
         order = order_of(
             loader,
@@ -441,18 +445,18 @@ class TrainingData:
         self._custom_order_logged = True
         done = state.batches_in_epoch
         resume = (
-            f"The first {done} batches of this epoch are read and put aside; whether the rest is what an unbroken run "
-            "would have seen depends on the loader."
+            f"The first {done} batches of this epoch are read and skipped. It depends on the loader whether the rest "
+            "is the same as in an uninterrupted run."
             if done
-            else "A resume within an epoch reads and puts aside the batches seen before."
+            else "A resume within an epoch reads and skips the earlier batches."
         )
         if is_stateful(loader) and (not done or self.loader_state.is_pending):
-            resume = "Its state is saved with each checkpoint, and given back on resume."
+            resume = "Its state is saved in each checkpoint, and restored in a resume."
             resume += missing_state_description(loader)
         self._log.warning(
-            f"the training data comes in the loader's own order, since {reason}. Its batches are used as they come: a "
-            f"global step takes {self.plan.accumulation} of them, and the library cannot promise that each sample is "
-            f"seen once. {self._describe_sharding(loader)}{resume}"
+            f"the training data has the loader's order, because {reason}. Its batches are used without a change: a "
+            f"global step has {self.plan.accumulation} of them, and the library cannot ensure that each sample is used "
+            f"once. {self._describe_sharding(loader)}{resume}"
         )
 
     def _describe_sharding(self, loader: Any) -> str:
@@ -463,21 +467,21 @@ class TrainingData:
             return "Each process trains on all batches of its loader (data_sharding='loader'). "
         return (
             f"Each process reads all batches and trains on every {size}th: {taken} of {taken * size} in a step. If "
-            "the batches of each process are its own, write data_sharding='loader'. "
+            "each process has different batches, write data_sharding='loader'. "
         )
 
 
 def _unless_unknown(limit: int | float | None, loader: Any) -> int | float | None:
-    """`limit`; None for a fraction as long as there is no loader, whose length it is a fraction of."""
+    """`limit`, or None if it is a fraction of the length of a loader and there is no loader yet."""
     return None if loader is None and isinstance(limit, float) else limit
 
 
 def _keep_order(state: RunState, order: str) -> None:
-    """Remember how the samples of the epoch under way come, which may not change within it."""
+    """Note the order of the samples of the current epoch, and refuse another order within it."""
     if state.steps_in_epoch and state.order not in ("", order):
         raise CheckpointMismatchError(
             f"the samples of epoch {state.epoch} came {state.order} until global step {state.global_step}, and would "
-            f"now come {order}: which of them are left to be trained on cannot be told. Return the loader that the "
-            "epoch began with from get_train_dataloader, or resume from a checkpoint at an epoch's end."
+            f"now come {order}, so the remaining samples are unknown. Return the same loader as at the beginning of "
+            "the epoch from get_train_dataloader, or resume from a checkpoint at the end of an epoch."
         )
     state.order = order

@@ -20,15 +20,14 @@ from trainstack.errors import ModuleContractError
 class OutputCollector:
     """Collects step outputs of the same structure and concatenates them along dimension 0.
 
-    Tensors of shape `(batch, ...)` become one of shape `(total, ...)`, or, where they differ in another dimension than
-    the first, a list of them; 0-dim tensors become shape `(steps,)`;
-    tuples, lists and dicts are collected item by item; anything else becomes a list. Dtypes are kept. Tensors are
-    detached and, unless `device` says otherwise, moved to the CPU, a few MiB at once; those in a dataclass, or in a
-    list of other things, are copied.
+    Tensors of shape `(batch, ...)` become one tensor of shape `(total, ...)`, or a list of tensors if they differ in
+    another dimension than the first. 0-dim tensors become shape `(steps,)`. Tuples, lists and dicts are collected item
+    by item; anything else becomes a list. Dtypes are kept. Tensors are detached and moved to `device`, a few MiB at
+    once. Tensors in a dataclass, or in a list of other objects, are copied.
 
     Args:
-        device: where to keep collected tensors; None keeps each where it is.
-        reused_memory: whether steps may return tensors in memory that later steps write to without a new version, as
+        device: the device of collected tensors, by default the CPU; None keeps each tensor on its device.
+        reused_memory: whether later steps may write to the memory of returned tensors without a new version, as
             replayed CUDA graphs do. Then each tensor is copied.
     """
 
@@ -39,17 +38,17 @@ class OutputCollector:
         self._count = self._marked = 0
 
     def reset(self) -> None:
-        """Forget everything collected."""
+        """Drop all collected outputs."""
         self._root = self._joined = None
         self._count = self._marked = 0
         self._target.forget()
 
     def mark(self) -> None:
-        """What has been collected so far belongs to global steps that are finished."""
+        """Mark all outputs up to now as those of finished global steps."""
         self._marked = self._count
 
     def back_to_mark(self) -> None:
-        """Forget what was collected after `mark`, in a step that an exception has ended and that is made once more."""
+        """Drop the outputs after the last `mark`. They belong to a step that has failed and is repeated."""
         if not self._marked:
             self.reset()
         elif self._root is not None and self._count > self._marked:
@@ -60,11 +59,11 @@ class OutputCollector:
     def collect(self, outputs: Any) -> None:
         """Keep the outputs of one step.
 
-        Tensors on the target device are not copied: what a step returned must not be changed in place afterwards,
-        unless `reused_memory` was given.
+        Tensors on the target device are not copied, so they must not be changed in place afterwards, unless
+        `reused_memory` was given.
 
         Raises:
-            ModuleContractError: the structure differs from that of the steps before.
+            ModuleContractError: the structure differs from that of earlier steps.
         """
         if self._root is None:
             by_position = isinstance(outputs, list)
@@ -74,7 +73,7 @@ class OutputCollector:
         self._joined = None
 
     def collect_structure(self, outputs: Any) -> None:
-        """Keep the structure of `outputs` without a row: of a micro-batch that counts for nothing."""
+        """Keep the structure of `outputs` without rows, for a borrowed micro-batch."""
         self.collect(outputs)
         self._target.fetch()
         if self._root is not None:
@@ -82,15 +81,15 @@ class OutputCollector:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was collected since the last reset."""
+        """Whether there are no outputs since the last reset."""
         return self._root is None
 
     @property
     def all_outputs(self) -> Any:
-        """Everything collected, joined: a list for tensor, tuple or list outputs, a dict for dicts.
+        """All outputs, joined: a list for tensor, tuple or list outputs, a dict for dicts.
 
         Raises:
-            ModuleContractError: a tensor was changed in place after collecting it.
+            ModuleContractError: a tensor was changed in place after it was collected.
         """
         if self._joined is None:
             self._joined = self._join()
@@ -104,15 +103,15 @@ class OutputCollector:
         return joined if isinstance(self._root, _Items) else [joined]
 
     def all_outputs_alike(self, comm: Communicator, pad_value: float | None = None) -> Any:
-        """`all_outputs` in the form that the outputs of all processes allow; all processes call it together.
+        """`all_outputs` in the same form on all processes. All processes call this together.
 
         Args:
-            comm: of the processes whose outputs are joined afterwards.
-            pad_value: fills up tensors that differ in another dimension than the first, at the ends of their
-                dimensions. None makes a list of them.
+            comm: the communicator of the processes whose outputs are joined afterwards.
+            pad_value: pads tensors that differ in another dimension than the first, at the ends of their dimensions.
+                With None they become a list.
 
         Raises:
-            ModuleContractError: as `all_outputs`; or tensors to be padded differ in their number of dimensions.
+            ModuleContractError: as `all_outputs`; or tensors to pad have different numbers of dimensions.
         """
         places = {} if self._root is None else {place.path: place for place in self._root.tensors()}
         shapes = {path: place.row_shapes() for path, place in places.items()}
@@ -123,7 +122,7 @@ class OutputCollector:
 
     @property
     def as_arguments(self) -> tuple[Any, ...]:
-        """`all_outputs` as positional arguments of a hook: one an output, a dict as a single one."""
+        """`all_outputs` as positional arguments of a hook: one for each output, or a dict as a single argument."""
         return as_arguments(self.all_outputs)
 
 
@@ -132,7 +131,7 @@ _Rows = tuple[int, ...]
 
 
 def _form_of(path: str, shapes: set[_Rows], pad_value: float | None) -> _Form:
-    """How tensors with rows of these shapes are joined."""
+    """The form in which to join tensors with rows of these shapes."""
     if len(shapes) < 2:
         return None
     if pad_value is None:
@@ -140,33 +139,33 @@ def _form_of(path: str, shapes: set[_Rows], pad_value: float | None) -> _Form:
     if len({len(shape) for shape in shapes}) > 1:
         raise ModuleContractError(
             f"{path}: tensors with {sorted({len(shape) + 1 for shape in shapes})} dimensions cannot be padded to one "
-            "shape. Return the same number of dimensions from each step, or leave pad_value out for a list."
+            "shape. Return the same number of dimensions from each step, or remove pad_value to get a list."
         )
     return tuple(map(max, zip(*shapes, strict=True))), pad_value
 
 
 def as_arguments(outputs: Any) -> tuple[Any, ...]:
-    """Collected outputs as positional arguments of a hook: one an output, a dict as a single one."""
+    """Collected outputs as positional arguments of a hook: one for each output, or a dict as a single argument."""
     return (outputs,) if isinstance(outputs, dict) else tuple(outputs)
 
 
 _NOTHING = object()
-"""In the place of an object of a micro-batch that counts for nothing."""
+"""Replaces an object of a borrowed micro-batch."""
 
 
 _BYTES_WAITING = 8 << 20
-"""What may wait on a device to be copied, at most."""
+"""The largest number of bytes that wait on a device. It bounds the additional memory there."""
 
 
 class _Target:
-    """Where tensors are kept.
+    """Moves tensors to a device.
 
-    Those of another device are copied there, on that device, and fetched a few MiB at once. Each copy to the host waits
-    for the device, so one a step would keep it from running ahead.
+    Tensors on another device are first copied on that device, and then fetched a few MiB at once. Each copy to the host
+    synchronizes with the device, so a copy in each step would slow it down.
 
     Attributes:
-        device: None for the one that a tensor is on.
-        copies: whether a tensor that is there already is copied.
+        device: the target device; None for the device of each tensor.
+        copies: whether to copy tensors that are already on the target device.
     """
 
     def __init__(self, device: torch.device | None, copies: bool) -> None:
@@ -174,7 +173,7 @@ class _Target:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was not fetched."""
+        """Drop the tensors that wait for `fetch`."""
         self._waiting: list[tuple[list[Tensor], int, Tensor]] = []
         self._bytes = 0
 
@@ -183,7 +182,7 @@ class _Target:
         return self.device is not None and value.device != self.device
 
     def fetch_later(self, value: Tensor, kept: list[Tensor]) -> None:
-        """Put a copy of `value` at the end of `kept`; it is on this device after the next `fetch`."""
+        """Append a copy of `value` to `kept`. It is on the target device after the next `fetch`."""
         if value.nbytes > _BYTES_WAITING or type(value) not in (Tensor, nn.Parameter) or not _is_plain(value):
             kept.append(value.to(self.device))
             return
@@ -195,13 +194,13 @@ class _Target:
             self.fetch()
 
     def fetch(self) -> None:
-        """Bring here what waits, in one copy for each device."""
+        """Move the waiting tensors to the target device, in one copy for each source device."""
         waiting = self._waiting
         self.forget()
         for device in {copied.device for *_, copied in waiting}:
             places = [(kept, place) for kept, place, copied in waiting if copied.device == device]
             tensors = [copied for *_, copied in waiting if copied.device == device]
-            fetched = pack(tensors).to(self.device)  # waits where this is the host
+            fetched = pack(tensors).to(self.device)  # synchronizes if the target is the host
             for (kept, place), tensor in zip(places, unpack(fetched, tensors), strict=True):
                 kept[place] = tensor
 
@@ -222,11 +221,11 @@ class _Node:
         raise AssertionError("abstract")
 
     def cut(self, count: int) -> None:
-        """Keep the first `count` values alone; fewer may be there of a step that failed half-way."""
+        """Keep only the first `count` values. After a failed step there may be fewer."""
         raise AssertionError("abstract")
 
     def empty_last(self) -> None:
-        """Keep nothing but the structure of the last value."""
+        """Keep only the structure of the last value."""
         raise AssertionError("abstract")
 
     def join(self) -> Any:
@@ -244,7 +243,7 @@ class _Node:
 
 
 _Form = Literal["list"] | tuple[_Rows, float] | None
-"""How tensors are joined: as a list, padded to rows of a shape, or, for None, as their shapes allow."""
+"""The form of joined tensors: a list, or padded to rows of a shape. None chooses it by their shapes."""
 
 
 class _Tensors(_Node):
@@ -266,9 +265,9 @@ class _Tensors(_Node):
             target.fetch_later(value, self.kept)
             return
         if target.copies or not value.dim() or value.untyped_storage().nbytes() > value.nbytes:
-            value = value.clone()  # a scalar is cheap to copy; a small view would keep all of a large tensor alive
+            value = value.clone()  # a scalar is cheap to copy; a small view would keep the memory of a large tensor
         self.kept.append(value)
-        # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+        # torch 2.13.0: the private `_version` counts writes in place; no public API does.
         self.versions.append(-1 if value.is_inference() else value._version)
 
     def cut(self, count: int) -> None:
@@ -282,7 +281,7 @@ class _Tensors(_Node):
         yield self
 
     def row_shapes(self) -> set[_Rows]:
-        """The shapes of what was collected, without the first dimension."""
+        """The shapes of the collected tensors without their first dimension."""
         return {tuple(tensor.shape[1:]) for tensor in self.kept}
 
     def join(self) -> Tensor | StepList:
@@ -346,11 +345,11 @@ class _Items(_Node):
 
     @staticmethod
     def _of_samples(value: Any) -> str:
-        """What to do where a list has an item for each sample of its batch."""
+        """Advice for a list, which may have an item for each sample of its batch."""
         if not isinstance(value, list):
             return ""
         return (
-            ": the items of a list are joined by their positions. If it has one for each sample, read "
+            ": the items of a list are joined by their positions. If it has one for each sample, use "
             "predict(..., stream=True), or return a dict with a tensor for each field"
         )
 
@@ -372,10 +371,10 @@ class _Items(_Node):
 
 
 def _padded(tensor: Tensor, rows: _Rows, value: float, path: str) -> Tensor:
-    """`tensor` with rows of the shape `rows`; what is new is `value`.
+    """`tensor` with rows of the shape `rows`, padded with `value`.
 
     Raises:
-        ModuleContractError: the dtype of `tensor` does not have `value`.
+        ModuleContractError: the dtype of `tensor` cannot represent `value`.
     """
     try:
         padded = tensor.new_full((len(tensor), *rows), value)
@@ -385,15 +384,15 @@ def _padded(tensor: Tensor, rows: _Rows, value: float, path: str) -> Tensor:
     whole = tensor.is_floating_point() or tensor.is_complex()
     if kept is None or not (whole or kept == value):
         raise ModuleContractError(
-            f"{path}: pad_value={value!r} with tensors of {tensor.dtype}, which cannot hold it. Give a value of this "
-            "dtype, or return a tensor of another dtype from the step."
+            f"{path}: pad_value={value!r} with tensors of {tensor.dtype}, which cannot represent it. Give a value of "
+            "this dtype, or return a tensor of another dtype from the step."
         )
     padded[tuple(slice(size) for size in tensor.shape)] = tensor
     return padded
 
 
 def _copied(value: Any, device: torch.device | None) -> Any:
-    """`value` with copies of the tensors and arrays in it, without graphs; other objects are the same ones."""
+    """A copy of `value` with detached copies of its tensors and arrays. Other objects are shared."""
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True) if device is not None else value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -402,14 +401,14 @@ def _copied(value: Any, device: torch.device | None) -> Any:
         items = {key: _copied(item, device) for key, item in _pairs(value)}
         if isinstance(value, tuple):
             return type(value)(*items.values()) if hasattr(value, "_fields") else tuple(items.values())
-        copied: Any = copy(value)  # of the same class
+        copied: Any = copy(value)  # keeps the class
         for key, item in items.items():
             copied[key] = item
         return copied
     if is_dataclass(value) and not isinstance(value, type):
         copied = copy(value)
         for name in (field.name for field in fields(value) if hasattr(value, field.name)):
-            object.__setattr__(copied, name, _copied(getattr(value, name), device))  # it may be frozen
+            object.__setattr__(copied, name, _copied(getattr(value, name), device))  # for a frozen one
         return copied
     return value
 

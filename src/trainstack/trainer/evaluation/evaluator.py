@@ -53,14 +53,15 @@ from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.views import table_html
 
 Kept: TypeAlias = bool | Literal["main", "own"]
-"""Outputs of an evaluation: on all processes, on none, on the main process, or of each process its part."""
+"""The processes that get the outputs of an evaluation: True for all, False for none, "main" for the main process, "own"
+for the part of each process."""
 
 
 def check_kept(asked: Any) -> None:
-    """Refuse what is no `Kept`.
+    """Refuse other values than those of `Kept`.
 
     Raises:
-        ConfigurationError: it is another value.
+        ConfigurationError: `asked` is another value.
     """
     if not (isinstance(asked, bool) or asked in ("main", "own")):
         raise ConfigurationError(
@@ -73,8 +74,8 @@ class EvaluationOutputs(dict[str, Any]):
     """Outputs of the steps by loader, joined in data set order.
 
     Attributes:
-        metrics: losses and metrics of the evaluation by name, as the history has them when they are recorded, such as
-            "val/loss"; also what is not one number, as the metric gave it.
+        metrics: losses and metrics of the evaluation by the names of the history, such as "val/loss"; also results of
+            metrics that are not one number.
     """
 
     def __init__(self) -> None:
@@ -87,17 +88,17 @@ class EvaluationOutputs(dict[str, Any]):
 
 
 class StopRequests(Protocol):
-    """What a validation within training asks of the `Stopper`, which belongs to the folder above."""
+    """The methods of `Stopper` for a validation within training. A protocol, because imports never run up the tree."""
 
     def interrupts(self) -> bool:
-        """Whether the validation is to be broken off."""
+        """Whether to interrupt the validation."""
 
     def stop_if_requested(self) -> None:
-        """Stop on all processes, if any has been asked to."""
+        """Stop on all processes, if any has a request."""
 
 
 class BegunValidation(Protocol):
-    """What has happened already of the beginning of a validation.
+    """The progress of the beginning of a validation.
 
     Attributes:
         announced: whether the subscribers of `VALIDATION_BEGIN` have been called in this process.
@@ -107,33 +108,33 @@ class BegunValidation(Protocol):
 
 
 class Validations(Protocol):
-    """What a validation within training asks of `Beginnings`, which belongs to the folder above."""
+    """The methods of `Beginnings` for a validation within training. A protocol for the same reason."""
 
     def validation(self) -> AbstractContextManager[BegunValidation]:
-        """A block for the calls that begin a validation; they act once on the state."""
+        """A block for the calls that begin a validation. They change the state once."""
 
     def whole_or_undone(self) -> AbstractContextManager[None]:
-        """A block that leaves no trace in states if it raises."""
+        """A block that restores the states if it raises."""
 
     def end_validation(self) -> None:
-        """The validation has finished."""
+        """Note that the validation has finished."""
 
 
 class Evaluator:
-    """Runs the steps of validation, test and prediction, between training steps or by themselves.
+    """Runs the steps of validation, test and prediction, within training or separately.
 
     Args:
-        context: of the run.
-        metrics: fed in validation and test.
-        data: has the plan, and the samples of `overfit_batches`.
-        hooks: of the module.
-        stopper: asked in validations that are a part of training.
-        validations: keeps the state from before a validation that is a part of training.
-        work: gives the workload as it is now.
+        context: the context of the run.
+        metrics: the metrics, which are updated in validation and test.
+        data: the training data, with the plan and the samples of `overfit_batches`.
+        hooks: the hooks of the module.
+        stopper: tells whether to interrupt a validation within training.
+        validations: keeps the state from before a validation within training.
+        work: returns the current workload.
 
     Attributes:
-        metrics: of the run.
-        has_validated: whether a validation that belongs to training has been finished.
+        metrics: the metrics of the run.
+        has_validated: whether a validation within training has finished.
     """
 
     has_validated: bool
@@ -152,7 +153,7 @@ class Evaluator:
         self.metrics = metrics
         self._context, self._data, self._hooks, self._stopper, self._work = context, data, hooks, stopper, work
         self._validations, self._logged = validations, set[str]()
-        self._public = dict[str, Any]()  # the datasets that are known to hold no record of the training
+        self._public = dict[str, Any]()  # datasets that were checked to have no record of the training data
         self.has_validated = False
         self._under_way = set[Stage]()
 
@@ -161,7 +162,7 @@ class Evaluator:
         return self._context.args.val_batch_size or self._data.plan.micro_batch
 
     def loaders_of(self, stage: Stage, batch_size: int | None = None) -> dict[str, Any]:
-        """The module's loaders for `stage` by name, with `batch_size` in place of the arguments'; empty if it has
+        """The module's loaders for `stage` by name, by default with the batch size of the arguments; empty if it has
         none."""
         module, where = self._context.module, "get_val_dataloaders" if stage is Stage.VAL else "get_test_dataloaders"
         size = batch_size or self._batch_size
@@ -169,11 +170,11 @@ class Evaluator:
         validates = self._context.val_step or type(module).val_step is not ModuleInterface.val_step
         named = named_loaders(getattr(module, where)(sampler=SequentialSampler, batch_size=size), where)
         if few is not None and validates:
-            return dict.fromkeys(named or ["default"], few)  # under the names that a monitor knows
+            return dict.fromkeys(named or ["default"], few)  # keeps the names of metrics, for monitors
         return named
 
     def validate(self, reporter: Reporter) -> None:
-        """A validation within or after an epoch of training; nothing if the module has no data for it."""
+        """Validate within or after an epoch of training. Does nothing if the module has no validation data."""
         with self._validations.validation() as begun:
             with self._isolated_rng():
                 loaders = self.loaders_of(Stage.VAL)
@@ -187,10 +188,10 @@ class Evaluator:
             self._finish()
 
     def sanity_check(self, batches: int | None) -> dict[str, Any]:
-        """Run `val_step` and the metrics over the first `batches` of each loader; the caller undoes their changes.
+        """Run `val_step` and the metrics on the first batches of each loader. The caller restores all states.
 
         Args:
-            batches: on each process; None for all.
+            batches: the number of batches on each process; None for all.
 
         Returns:
             losses and metrics by name.
@@ -199,17 +200,17 @@ class Evaluator:
             loaders = self.loaders_of(Stage.VAL)
         try:
             with self._context.sink.redirect(self._fresh_history(), self._context.state) as history:
-                most = 1 << 62 if batches is None else batches
+                most = 1 << 62 if batches is None else batches  # `only=None` would be a real validation
                 return self.evaluate(Stage.VAL, loaders, keep=False, history=history, only=most).metrics
         except Exception as error:
-            annotate(error, "while sanity_val_steps tried out the validation before training")
+            annotate(error, "while sanity_val_steps tested the validation before training")
             raise
 
     def loaders_over(self, given: Any, batch_size: int | None, collate_fn: Any, where: str) -> dict[str, Any]:
-        """Loaders by name for a loader, a data set or a dict of them, that the caller of `where` gave."""
+        """Loaders by name for a loader, a data set or a dict of them. `where` names the caller in errors."""
         check_batch_size(batch_size)
         if given is None:
-            raise ConfigurationError(f"{where} gave None in the place of data. Give a loader or a data set.")
+            raise ConfigurationError(f"{where} gave None instead of data. Give a loader or a data set.")
         made = loaders_over(self._context.module, given, self._batch_size, batch_size, collate_fn)
         return named_loaders(made, where)
 
@@ -228,10 +229,10 @@ class Evaluator:
 
         Args:
             stage: VAL or TEST.
-            dataloaders: a loader, a data set, a dict of them by name, or None for the module's.
-            log: whether metrics go to the history; None for: only within training.
-            keep_outputs: whether to collect outputs where no hook takes them, and which process gets them.
-            batch_size: samples a batch on each process, of data sets and of the module's loaders.
+            dataloaders: a loader, a data set, a dict of them by name, or None for the module's loaders.
+            log: whether to record metrics in the history; None to record them only within training.
+            keep_outputs: whether to collect outputs even if no hook needs them, and on which processes.
+            batch_size: samples in a batch on each process, for data sets and the module's loaders.
             collate_fn: makes batches of data sets.
             pad_value: see `OutputCollector.all_outputs_alike`.
         """
@@ -256,16 +257,16 @@ class Evaluator:
             return outputs
 
     def _kept(self, asked: Kept) -> Kept:
-        """Which outputs are kept, where a hook may take them.
+        """The outputs to keep for the caller and for a hook.
 
         Raises:
-            ConfigurationError: the caller wants them on some processes only, and the hook takes them on all.
+            ConfigurationError: the caller wants them on some processes only, and a hook needs them on all.
         """
         check_kept(asked)
         if isinstance(asked, str) and self._hooks.val_outputs and self._context.world.size > 1:
             raise ConfigurationError(
-                f"keep_outputs={asked!r}, and {type(self._context.module).__name__}.on_end_val_epoch takes the outputs "
-                "on each process. Write keep_outputs=True, or give the hook no parameters for outputs."
+                f"keep_outputs={asked!r}, and {type(self._context.module).__name__}.on_end_val_epoch gets the outputs "
+                "on each process. Write keep_outputs=True, or remove the parameters for outputs from the hook."
             )
         return asked or self._hooks.val_outputs
 
@@ -280,17 +281,24 @@ class Evaluator:
         only: int | None = None,
         pad_value: float | None = None,
     ) -> EvaluationOutputs:
-        """Run the step of `stage` over each loader; returns metrics, and outputs by loader where `keep` asks for them.
+        """Run the step of `stage` over each loader. Returns metrics, and outputs by loader if `keep` asks for them.
 
-        Modes and random state are afterwards what they were before. A hook is called when its loader counts as done, so
-        that it is not called twice where it raises and `train()` is called again. With a `reporter` the pass is a
-        part of training: it may be broken off, and loaders of an interrupted validation that are done already are left
-        out. Metrics are recorded in `history`, the run's if None. With `only` so many batches a process, no hook is
-        called. `pad_value` fills up outputs of different shapes.
+        Modes and random states are restored. A loader is marked as done before its hook is called, so that the hook is
+        not called twice if it raises and `train()` is called again.
+
+        Args:
+            stage: the stage of the step.
+            loaders: the loaders by name.
+            keep: which processes keep the outputs.
+            reporter: given for a validation within training. It may be interrupted, and continues with the loaders that
+                are not done.
+            history: records the metrics; None for the history of the run.
+            only: the number of batches on each process for a sanity check, which calls no hook; None for all batches.
+            pad_value: see `OutputCollector.all_outputs_alike`.
 
         Raises:
-            Stopped: it was broken off.
-            ConfigurationError: an evaluation of this stage is under way.
+            Stopped: the validation was interrupted.
+            ConfigurationError: an evaluation of this stage is already running.
         """
         context, hooks = self._context, self._hooks
         state, world = context.state, context.world
@@ -322,9 +330,9 @@ class Evaluator:
         return collected
 
     def _check_public(self, loaders: Mapping[str, Any]) -> None:
-        """Refuse an evaluation on the training data by a run whose evaluation data are declared public.
+        """Refuse an evaluation on the training data if the evaluation data are declared public.
 
-        Copies of records in other memory are not recognised.
+        Copies of records in other memory are not detected.
 
         Raises:
             PrivacyError: a loader reads records of the training data set.
@@ -339,19 +347,19 @@ class Evaluator:
             if shares_records(dataset, training):
                 raise PrivacyError(
                     f"the loader {key!r} reads records of the training data set, and public_validation=True declares "
-                    "the data of validations and tests public. Validate on other data, or leave public_validation out."
+                    "the data of validations and tests public. Validate on other data, or remove public_validation."
                 )
             self._public[key] = dataset
 
     @contextmanager
     def _evaluating(self, stage: Stage, seed: int, announced: bool, in_training: bool) -> Iterator[None]:
-        """A block inside callbacks' contexts, and between the events of a validation if it is `announced`.
+        """A block inside the contexts of callbacks, and between the events of a validation if it is `announced`.
 
-        Subscribers draw from separate generators, like all of an evaluation. One that is broken off does not end, and
-        one that only tries out a few batches is not announced. One that is a part of training has begun already.
+        Subscribers use the random state of the evaluation. An interrupted validation does not fire its last event, and
+        a sanity check is not announced. The first event of a validation within training is fired before this block.
         """
         context, events = self._context, self._context.events
-        # a hook may log an attribute that train_step has set
+        # with such a layer, a hook may log a private attribute that train_step has set
         keeps_values = any(layer.keeps_values for layer in context.stack.layers())
         provenance = Provenance.PRIVATE if keeps_values else Provenance.EVALUATION
         with isolated_rng(seed, context.world.device), context.sink.evaluating(provenance):
@@ -363,12 +371,12 @@ class Evaluator:
             if in_training:
                 self._finish()
             if announced:
-                history = context.sink.history  # not the run's, where the validation is no part of it
+                history = context.sink.history  # for a separate validation, this is not the history of the run
                 measured = history.values_at(context.state.global_step) if events.has(Event.VALIDATION_END) else {}
                 events.fire(Event.VALIDATION_END, measured)
 
     def _finish(self) -> None:
-        """A validation of the training has finished."""
+        """Note that a validation within training has finished."""
         self._context.state.finish_validation()
         self._validations.end_validation()
         self.has_validated = True
@@ -386,9 +394,9 @@ class Evaluator:
         if stage in self._under_way:
             name = "validate" if stage is Stage.VAL else stage.name.lower()
             raise ConfigurationError(
-                f"trainer.{name}() was called within an evaluation of the same stage, whose hooks would call it again "
-                f"without end. Call it in on_end_train_step, on_validation_end or on_epoch_end, or evaluate the other "
-                "data as a second loader of get_val_dataloaders."
+                f"trainer.{name}() was called within an evaluation of the same stage, so its hooks would call it again "
+                f"and again. Call it in on_end_train_step, on_validation_end or on_epoch_end, or return the other data "
+                "as a second loader from get_val_dataloaders."
             )
         self._under_way.add(stage)
         try:
@@ -397,7 +405,7 @@ class Evaluator:
             self._under_way.discard(stage)
 
     def _fresh_history(self) -> RunHistory:
-        """A history that is thrown away, under the rules of the run's."""
+        """A temporary history with the guard of the run's history."""
         return RunHistory(guard=self._context.history.guard)
 
     def _seed(self, stage: Stage) -> int:
@@ -420,7 +428,7 @@ class Evaluator:
         """Evaluate one loader on all processes.
 
         Returns:
-            what they collected, joined, if it is to be kept; the metrics; the mean and weight of what the steps logged.
+            the joined outputs, if they are kept; the metrics; the mean and weight of each logged value.
         """
         context, stack, state = self._context, self._context.stack, self._context.state
         world, work = context.world, self._work()
@@ -452,7 +460,7 @@ class Evaluator:
         *,
         announced: bool,
     ) -> None:
-        """Let `evaluation` take the batches: in rounds, where all ranks have to make the same forward passes."""
+        """Run `evaluation` on the batches. It runs in rounds if all ranks must make the same forward passes."""
         stage, sink = evaluation.stage, self._context.sink
         progress = NoProgress() if reporter is None else reporter.progress
         progress.start_validation(key, None)
@@ -473,7 +481,7 @@ class Evaluator:
             evaluation.stopped_early = rounds.stopped_early
 
     def _brought_together(self, stage: Stage, outputs: Any, keep: Kept) -> Any:
-        """The outputs of all ranks, where the caller wants them."""
+        """Gather the outputs of all ranks, as far as `keep` asks for them."""
         if keep == "main":
             return gather_to_main(self._context.world.comm, outputs, f"the outputs of {stage.name.lower()}")
         return self._context.stack.gather(outputs) if keep is True else outputs
@@ -481,7 +489,7 @@ class Evaluator:
     def _rounds(
         self, stage: Stage, batches: Iterator[tuple[Any, int | None]], should_stop: Callable[[], bool] | None = None
     ) -> Rounds | None:
-        """`batches` with as many forward passes as the other ranks make; None where their numbers may differ."""
+        """`batches` in rounds, with the same number of forward passes on all ranks; None if the numbers may differ."""
         context = self._context
         if context.world.size == 1 or not any(layer.evaluates_together for layer in context.stack.layers()):
             return None
@@ -490,7 +498,7 @@ class Evaluator:
     def _with_events(
         self, stage: Stage, batches: Iterator[tuple[Any, int | None]], measured: MetricPass | None
     ) -> tuple[Iterator[tuple[Any, int | None]], Callable[[Any, Any], None] | None]:
-        """`batches` with the events around each of them; None for a function after each that only feeds `measured`."""
+        """`batches` with an event before each, and a function to call after each; None if no event follows a batch."""
         begin = self._context.events.bound(Event.VALIDATION_BATCH_BEGIN)
         end = self._context.events.bound(Event.VALIDATION_BATCH_END)
 
@@ -507,10 +515,10 @@ class Evaluator:
         return announced() if begin is not None else batches, after if end is not None else None
 
     def stream(self, stage: Stage, loader: Any) -> Iterator[Any]:
-        """What the step of `stage` returns for each batch of `loader`, on the CPU, in data set order, on all processes.
+        """Yield the outputs of the step of `stage` for each batch of `loader`, in data set order, on all processes.
 
-        The processes take turns: a round evaluates one batch on each of them. Between two rounds the module is in the
-        modes, and the processes in the random states, that they had before.
+        The outputs are on the CPU. Each round evaluates one batch on each process. Between two rounds, the modes of the
+        module and the random states are restored.
         """
         context, world = self._context, self._context.world
         if context.stack.is_private:
@@ -533,7 +541,7 @@ class Evaluator:
         refuse_unlike_streams(stream_name(loader), digests, stage.name.lower())
 
     def _evaluate_one(self, stage: Stage, take: Callable[[], tuple[Any, int | None] | None], number: int) -> list[Any]:
-        """The outputs for the batch that `take` gives; nothing where there is none."""
+        """The outputs for the next batch of `take`, in a list; empty without a batch."""
         context, work = self._context, self._work()
         try:
             with self._busy(), evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
@@ -549,7 +557,7 @@ class Evaluator:
     def _batches(
         self, stage: Stage, loader: Any, limit: int | float | None, digest: StreamDigest, in_turns: bool = False
     ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
-        """The batches that this rank evaluates, and whether the others evaluate the rest."""
+        """The batches for this rank, and whether the other ranks evaluate the rest."""
         context, world, name = self._context, self._context.world, stage.name.lower()
         sharding = context.args.data_sharding_of(stage)
         check_not_presharded(loader, world.size, sharding, name)
@@ -572,7 +580,7 @@ class Evaluator:
     def _check_pass(
         self, stage: Stage, key: str, loader: Any, by_rank: list[Any], *, in_parts: bool, whole: bool
     ) -> None:
-        """Look at what the ranks have evaluated: batches, samples, whether they stopped early, digests."""
+        """Check the number of batches and samples, early stops and digests of all ranks."""
         name = f"{stage.name.lower()} loader {key!r}"
         if any(stopped_early for *_, stopped_early, _ in by_rank):
             self._stopper.stop_if_requested()
@@ -582,11 +590,11 @@ class Evaluator:
             self._context.log.warning(f"the {name} gave no batch at all.")
         elif whole and not (presharded and unsupported_order_reason(loader)):
             counts = [samples for _, samples, *_ in by_rank]
-            what = sample_count_mismatch(loader, counts if in_parts else [counts[self._context.world.rank]])
-            self._warn_once(what and f"{name}: {what}")
+            mismatch = sample_count_mismatch(loader, counts if in_parts else [counts[self._context.world.rank]])
+            self._warn_once(mismatch and f"{name}: {mismatch}")
 
     def _expects_loss(self, stage: Stage) -> bool:
-        """Whether outputs without a loss are probably a mistake, as far as hooks and module tell."""
+        """Whether outputs without a loss are probably a mistake, by the hooks and the module."""
         return stage is Stage.VAL and not self._hooks.val_outputs and not self._context.module._may_lack_loss
 
     def _warn_once(self, message: str | None) -> None:
@@ -595,7 +603,7 @@ class Evaluator:
             self._context.log.warning(message)
 
     def _record(self, stage: Stage, key: str, values: Mapping[str, Any], history: RunHistory) -> dict[str, Any]:
-        """Record what is a number under its full name; returns everything under such names."""
+        """Record the numbers among `values` by their full names. Returns all values by these names."""
         state, named = self._context.state, dict[str, Any]()
         place = stage.name.lower() if key == "default" else f"{stage.name.lower()}/{key}"
         for name, value in values.items():
@@ -606,7 +614,7 @@ class Evaluator:
                 if number is None:
                     named[full] = value
                     self._warn_once(
-                        f"{full} is not one number, so it is returned by validate and test, and not recorded."
+                        f"{full} is not one number, so validate and test return it, and it is not recorded."
                     )
                 else:
                     self._context.sink.claim(full)
@@ -616,7 +624,7 @@ class Evaluator:
         return named
 
     def _record_logged(self, logged: Mapping[str, list[list[float]]]) -> dict[str, float]:
-        """Record the means over all loaders of what the steps have logged; returns them by name."""
+        """Record the means of the logged values over all loaders. Returns them by name."""
         means = {name: mean_of_loaders(parts) for name, parts in logged.items()}
         for name, mean in means.items():
             self._context.sink.record(name, mean)

@@ -35,23 +35,23 @@ from trainstack.trainer.tracking.progress import ProgressDisplay
 
 
 def missing_loss_message(outputs: Any, stage: Stage, *, is_consumed: bool) -> str | None:
-    """The warning where a step returned no loss and probably was to return one; None where nothing is wrong.
+    """A warning if a step probably should have returned a loss; else None.
 
-    A step that returns predictions for a metric or a hook needs no loss. One whose outputs hold a single number, or an
-    item that is called like a loss, has one in the wrong place.
+    A step that returns predictions for a metric or a hook needs no loss. If the outputs contain a single number, or an
+    item with "loss" in its name, the loss is in the wrong place.
 
     Args:
-        outputs: of the first batch, in which no loss was found.
-        stage: of the step.
-        is_consumed: whether somebody takes the outputs, such as a metric or a hook.
+        outputs: the outputs of the first batch, in which no loss was found.
+        stage: the stage of the step.
+        is_consumed: whether a metric or a hook uses the outputs.
     """
     if outputs is None or stage is Stage.PREDICT:
         return None
     name = stage.name.lower()
     if is_number(loss := loss_item(outputs)):
         return (
-            f"{name}_step returned a {type(loss).__name__} where its loss is looked for, and only a tensor is taken: "
-            f"no {name}/loss is recorded. {RETURN_THE_TENSOR}"
+            f"{name}_step returned a {type(loss).__name__} as its loss, which must be a tensor: no {name}/loss is "
+            f"recorded. {RETURN_THE_TENSOR}"
         )
     named = as_named(outputs)
     items = list(outputs) if isinstance(outputs, tuple | list) else [] if named is None else list(named.values())
@@ -75,7 +75,7 @@ def _described(outputs: Any, items: list[Any], named: Mapping[str, Any] | None) 
         return f"a tensor of shape {tuple(outputs.shape)}"
     if named is not None:
         numbers = [key for key, item in named.items() if is_number(item)]
-        also = f", of which {', '.join(map(repr, numbers))} are numbers and no tensors" if numbers else ""
+        also = f", of which {', '.join(map(repr, numbers))} are numbers, not tensors" if numbers else ""
         return f"a {'dict' if isinstance(outputs, dict) else kind} with the keys {', '.join(map(repr, named))}{also}"
     if items and all(isinstance(item, Tensor) for item in items):
         return f"a {kind} of tensors of shapes {', '.join(str(tuple(item.shape)) for item in items)}"
@@ -83,14 +83,15 @@ def _described(outputs: Any, items: list[Any], named: Mapping[str, Any] | None) 
 
 
 EVALUATION_EPOCH = (1 << 32) - 1
-"""In the place of the epoch in the seeds of evaluated samples: their augmentation is the same every time."""
+"""Replaces the epoch in the seeds of evaluated samples, so that their augmentation is the same in each evaluation. No
+training reaches this epoch."""
 
 
 def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
-    """What `get_val_dataloaders` returned, as a dict; empty for None.
+    """The result of `get_val_dataloaders` as a dict; empty for None.
 
     Raises:
-        ModuleContractError: it is not a loader, a dict of loaders by name, or None.
+        ModuleContractError: the result is not a loader, a dict of loaders by name, or None.
     """
     if loaders is None:
         return {}
@@ -98,8 +99,8 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
         isinstance(loaders, list | tuple) and any(isinstance(loader, DataLoader) for loader in loaders)
     ):
         raise ModuleContractError(
-            f"{where} gave a {type(loaders).__name__}. Several DataLoaders go into a dict by name, and a tensor into a "
-            "DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)."
+            f"{where} gave a {type(loaders).__name__}. Give several DataLoaders as a dict by name, and a tensor as "
+            "DataLoader(TensorDataset(tensor), batch_size=...)."
         )
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
@@ -112,33 +113,33 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Refuse what is neither None nor a number of samples.
+    """Refuse values other than None and positive integers.
 
     Raises:
         ConfigurationError: it is another value, such as 0.
     """
     whole = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
     if batch_size is not None and not (whole and batch_size >= 1):
-        raise ConfigurationError(f"batch_size={batch_size!r}: write a whole number of samples, at least 1.")
+        raise ConfigurationError(f"batch_size={batch_size!r}: write an integer of at least 1.")
 
 
 def loaders_over(
     module: ModuleInterface, given: Any, default_size: int, batch_size: int | None, collate_fn: Any
 ) -> Any:
-    """Loaders over data sets, also in a dict by name; loaders as they are.
+    """Make loaders over data sets, also in a dict by name. Loaders are returned unchanged.
 
-    What has a length and items is a data set if it is torch's, if it cannot be iterated over, if it fetches several
-    items at once, or if `batch_size` or `collate_fn` is given.
+    An object with a length and items is a data set if its class is from torch, if it is not iterable, if it has
+    `__getitems__`, or if `batch_size` or `collate_fn` is given.
 
     Args:
         module: makes the loaders.
         given: a loader, a data set, or a dict of these by name.
-        default_size: samples a batch, where `batch_size` is None.
-        batch_size: samples a batch.
-        collate_fn: makes batches; as `build_dataloader` of the module chooses it if None.
+        default_size: samples in a batch if `batch_size` is None.
+        batch_size: samples in a batch.
+        collate_fn: makes batches; None for the choice of `build_dataloader` of the module.
 
     Raises:
-        ConfigurationError: `batch_size` or `collate_fn` is given for a loader, which has its own.
+        ConfigurationError: `batch_size` or `collate_fn` is given with a loader.
     """
     if isinstance(given, dict):
         return {key: loaders_over(module, one, default_size, batch_size, collate_fn) for key, one in given.items()}
@@ -150,8 +151,8 @@ def loaders_over(
     if isinstance(given, DataLoader | Tensor) or not has_items or not (known or is_asked):
         if is_asked:
             raise ConfigurationError(
-                f"batch_size={batch_size!r} and collate_fn={collate_fn!r} with a {type(given).__name__}, whose batches "
-                "are made already. Give the data set, or leave both out."
+                f"batch_size={batch_size!r} and collate_fn={collate_fn!r} with a {type(given).__name__}, which already "
+                "has batches. Give the data set, or remove both arguments."
             )
         return given
     options = {} if collate_fn is None else {"collate_fn": collate_fn}
@@ -171,24 +172,24 @@ def evaluation_batches(
 ) -> tuple[Iterator[tuple[Any, int | None]], bool]:
     """The batches of `loader` that this process evaluates.
 
-    A map-style data set is cut into batches in data set order, whatever the sampler, and these into one run of
-    neighbours a process. So the batches are the same on any number of processes, and outputs joined in the order of the
-    ranks are in data set order. A loader with a custom order is read and evaluated as it comes, and wholly on each
-    process. Its iterator is used under a random state that is the same on all ranks and in every evaluation.
+    A map-style data set is split into batches in data set order, for any sampler, and each process gets a contiguous
+    range of batches. So the batches are the same on any number of processes, and outputs joined in the order of the
+    ranks are in data set order. A loader with a custom order is read and evaluated completely on each process. Its
+    iterator uses a random state that is the same on all ranks and in every evaluation.
 
     Args:
-        loader: what the module returned.
-        seed: of the samples' own random numbers.
-        world: this process's place.
-        limit: batches on each process, at most; a float is a fraction of the loader's, over all processes.
+        loader: the loader that the module returned.
+        seed: the seed of the samples' random numbers.
+        world: the rank of this process and the number of processes.
+        limit: the largest number of batches on each process. A float is a fraction of all batches of the loader.
         fast_paths: whether torch's loaders may be read by `fast_batches`, and rows of a `TensorDataset` at once.
-        sharding: "loader" if the batches of a loader with a custom order are each process's own.
-        digest: takes in the batches that every process is to read alike; None for none.
-        in_turns: give each process every n-th batch in place of a run of neighbours.
+        sharding: "loader" if a loader with a custom order gives each process different batches.
+        digest: receives the batches that must be equal on all processes; may be None.
+        in_turns: give each process every n-th batch instead of a contiguous range.
 
     Returns:
-        each batch with its number of samples, None where that is not known; and whether the other processes evaluate
-        the rest, else each evaluates everything.
+        each batch with its number of samples, or None if that is unknown; and whether the other processes evaluate the
+        rest. If not, each process evaluates everything.
 
     Raises:
         ConfigurationError: `limit` is a fraction, and the loader has no length.
@@ -213,7 +214,7 @@ def evaluation_batches(
     low, extra = divmod(number, world.size)
     begin = world.rank * low + min(world.rank, extra)
     end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
-    indices, counts = tee(_parts(begin * size, end, size))  # a process may get nothing
+    indices, counts = tee(_parts(begin * size, end, size))  # may be empty
     if in_turns:
         every = _parts(0, min(len(loader.dataset), number * size), size)
         indices, counts = tee(islice(every, world.rank, None, world.size))
@@ -222,21 +223,22 @@ def evaluation_batches(
 
 
 def _parts(begin: int, end: int, size: int) -> Iterator[Tensor]:
-    """The numbers from `begin` to before `end` in parts of `size`, made in blocks: there may be too many for memory."""
+    """The integers of [`begin`, `end`) in parts of `size`. They are made in blocks to limit the memory."""
     block = size * max(1, _BLOCK // size)
     for first in range(begin, end, block):
         yield from torch.split(torch.arange(first, min(first + block, end)), size)
 
 
 _BLOCK = 2**16
+"""Integers in a block, 512 KiB, so that the cost of a block is small for each part."""
 
 
 def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | None:
-    """The warning where the samples evaluated are not those of the data set, each once; None where they are.
+    """A warning if the numbers of evaluated samples and of samples in the data set differ; else None.
 
     Args:
-        loader: what was evaluated, to its end.
-        counts: samples evaluated, by process, where each had a part; None where they could not be counted.
+        loader: the loader that was evaluated to its end.
+        counts: the number of evaluated samples of each process with a part; None if it is unknown.
     """
     dataset = getattr(loader, "dataset", None)
     known = [count for count in counts if count is not None]
@@ -246,48 +248,47 @@ def sample_count_mismatch(loader: Any, counts: Sequence[int | None]) -> str | No
     if evaluated == length:
         return None
     return (
-        f"{evaluated} samples were evaluated and the data set has {length}: metrics are over other samples than its "
-        "own, each once. The loader keeps its own order, since "
-        f"{unsupported_order_reason(loader) or 'its batches differ'}. Give it sampler=sampler(dataset) with the "
-        "sampler that the method is handed, which also shares the data among processes; for a part of the data give it "
-        "a torch.utils.data.Subset."
+        f"{evaluated} samples were evaluated and the data set has {length}, so metrics do not use each sample once. "
+        f"The loader has a custom order, because {unsupported_order_reason(loader) or 'its batches differ'}. Give it "
+        "sampler=sampler(dataset) with the `sampler` argument of the method, which also divides the data among "
+        "processes. For a part of the data, use a torch.utils.data.Subset."
     )
 
 
 def on_main_only(module: nn.Module, world: World, stage: Stage, sharding: str) -> bool:
-    """Whether rank 0 evaluates whole loaders alone, as `evaluate_on_main` of the module says.
+    """Whether only rank 0 evaluates, by `evaluate_on_main` of the module.
 
     Raises:
-        ConfigurationError: it is no bool, or each rank has other data.
+        ConfigurationError: `evaluate_on_main` is not a bool, or each rank has different data.
     """
     wanted, name = getattr(module, "evaluate_on_main", False), type(module).__name__
     if not isinstance(wanted, bool):
         raise ConfigurationError(
-            f"{name}.evaluate_on_main is {wanted!r}. Write True if rank 0 is to evaluate whole loaders, or False."
+            f"{name}.evaluate_on_main is {wanted!r}. Write True to evaluate whole loaders on rank 0, or False."
         )
     if wanted and world.size > 1 and sharding == "loader":
         raise ConfigurationError(
-            f"{name}.evaluate_on_main is True, and data_sharding='loader' says that each process has its own part of "
-            f"the {stage.name.lower()} data: rank 0 cannot read the parts of the others. Write "
+            f"{name}.evaluate_on_main is True, but with data_sharding='loader' each process has a different part of "
+            f"the {stage.name.lower()} data, and rank 0 cannot read the parts of the others. Write "
             f"data_sharding={{{stage.name.lower()!r}: 'trainer'}}, or evaluate_on_main = False."
         )
     return wanted and world.size > 1
 
 
 def _part(fraction: float, loader: Any) -> int:
-    """So many batches of `loader`, rounded up."""
+    """The number of batches for a fraction of `loader`, rounded up."""
     try:
         return math.ceil(Fraction(str(fraction)) * len(loader))
     except TypeError:
         raise ConfigurationError(
-            f"max_val_steps_per_epoch={fraction} is a fraction, and a validation loader has no length. Write a whole "
-            "number of batches."
+            f"max_val_steps_per_epoch={fraction} is a fraction, and a validation loader has no length. Write a number "
+            "of batches."
         ) from None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """All submodules in eval mode inside; each in the mode it had before, after."""
+    """A block in which all submodules are in eval mode. Their modes are restored after it."""
     modes = get_modes(module)
     module.eval()
     try:
@@ -298,7 +299,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluation_pass(stack: TrainerBackend, work: Workload) -> Iterator[None]:
-    """A pass without training: the stack prepares for it, and undoes that also where the pass raises or stops early."""
+    """A block for a pass without training. The stack prepares for it, and undoes that also after an exception."""
     stack.begin_evaluation(work)
     try:
         yield
@@ -311,21 +312,21 @@ class LoaderPass:
 
     Args:
         stack: the outermost layer.
-        work: what `stack.prepare` returned.
-        stage: which step method runs.
-        step: handed to it as `global_step`.
-        keep_outputs: collect what the step returns.
-        loader: gives the batches; how it collates them tells how to count the samples of one without a number.
+        work: the result of `stack.prepare`.
+        stage: the stage of the step method.
+        step: its argument `global_step`.
+        keep_outputs: collect the outputs.
+        loader: the loader. Its `collate_fn` determines how to count the samples of a batch without a known number.
 
     Attributes:
-        outputs: what was collected; None where nothing was to be.
-        batches: how many were evaluated.
-        samples: how many they held; None where that could not be counted.
-        logged: what the steps have logged.
-        stopped_early: whether `run` ended before the last.
-        is_consumed: whether somebody takes the outputs, so that they need no loss.
-        loss_message: the warning about what the first step returned in place of its loss; None for none.
-        count_message: the warning about the first batch whose number of samples is doubtful; None for none.
+        outputs: the collected outputs; None without `keep_outputs`.
+        batches: the number of evaluated batches.
+        samples: the number of evaluated samples; None if they could not be counted.
+        logged: the values that the steps have logged.
+        stopped_early: whether `run` ended before the last batch.
+        is_consumed: whether a metric or a hook uses the outputs, so that they need no loss.
+        loss_message: the warning about a missing loss in the first step; None without one.
+        count_message: the warning about the first batch whose number of samples is doubtful; None without one.
     """
 
     stack: TrainerBackend
@@ -367,8 +368,8 @@ class LoaderPass:
     ) -> None:
         """Evaluate batches, each with its number of samples if that is known, and poll `progress`.
 
-        It is broken off after a batch at which `should_stop` says so. `on_batch` is given what each step returned, and
-        its batch.
+        The pass ends after a batch if `should_stop` returns True. `on_batch` is called with the outputs of each step
+        and its batch.
         """
         forward, work, stage, step = self.stack.forward, self.work, self.stage, self.step
         collect = None if self.outputs is None else self.outputs.collect
@@ -397,10 +398,8 @@ class LoaderPass:
         self.samples = None if math.isnan(counted) else int(counted)
 
     def _keep_numbers(self, outputs: Any, batch: Any, samples: int | None) -> None:
-        """Keep the loss in `outputs`, if it is a 0-dim floating tensor, and what the step has logged.
-
-        Other outputs are predictions.
-        """
+        """Keep the loss in `outputs`, if it is a 0-dim floating-point tensor, and weigh the values that the step has
+        logged. Other outputs are predictions."""
         loss = loss_item(outputs)
         has_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
         if has_loss or self.logged.waits_for_weight:
@@ -413,7 +412,7 @@ class LoaderPass:
             self.loss_message = missing_loss_message(outputs, self.stage, is_consumed=self.is_consumed)
 
     def _weight_of(self, batch: Any, samples: int | None) -> float:
-        """How many items the numbers of `batch` are means over."""
+        """The number of items in the means of `batch`."""
         weigh = custom_batch_weight(self.work.module)
         if weigh is not None:
             return checked_weight(weigh(batch))
@@ -424,10 +423,10 @@ class LoaderPass:
         return weight
 
     def means(self, comm: Communicator) -> tuple[float | None, dict[str, tuple[float, float]]]:
-        """The mean of the losses that the step returned, None if it returned none; and of what it logged.
+        """The mean of the losses, or None without a loss; and the mean and weight of each logged value, by name.
 
-        They are weighted by `batch_weight`, over what all processes of `comm` have evaluated, as one sum and one
-        weight. With `loss_reduction = "sum"` the losses are summed. What was logged comes with its weight.
+        They are weighted by `batch_weight`, over the batches of all processes of `comm`, as one sum and one weight.
+        With `loss_reduction = "sum"` the losses are summed.
         """
         values = self.stack.read([*self._losses, *self.logged.tensors()])
         losses, logged = values[: len(self._losses)], self.logged.by_name(values[len(self._losses) :])

@@ -1,4 +1,4 @@
-"""`LoggedValues` makes means of what a module logs in the steps of an evaluation."""
+"""`LoggedValues` computes means of the values that a module logs in the steps of an evaluation."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class LoggedValue:
 
 @dataclass(slots=True)
 class LoggedValues:
-    """What was logged in the steps of a pass over one loader, on this process.
+    """The values that were logged in a pass over one loader, on this process.
 
     Attributes:
-        values: in order of arrival.
-        weighted: how many of them have a weight.
+        values: the values in the order in which they were logged.
+        weighted: the number of values with a weight.
     """
 
     values: list[LoggedValue] = field(default_factory=list)
     weighted: int = 0
 
     def add(self, name: str, value: float | Tensor) -> None:
-        """Keep a value of the step under way; a tensor is copied, and read after the pass.
+        """Keep a value of the current step. A tensor is copied, and read after the pass.
 
         Raises:
             ConfigurationError: the value is not one number.
@@ -53,17 +53,17 @@ class LoggedValues:
         return self.weighted < len(self.values)
 
     def weigh(self, weight: float) -> None:
-        """The step under way has ended, and its batch counts by `weight`."""
+        """Set the weight of the values of the current step, at its end."""
         for one in self.values[self.weighted :]:
             one.weight = weight
         self.weighted = len(self.values)
 
     def tensors(self) -> list[Tensor]:
-        """Those that have to be read."""
+        """The values that must be read from a device."""
         return [one.value for one in self.values if isinstance(one.value, Tensor)]
 
     def by_name(self, read: Sequence[float]) -> dict[str, Weighted]:
-        """The values by name; `read` has those of `tensors`. A value of weight 0 is left out, whatever it is."""
+        """The values by name. `read` has the numbers of `tensors`. Values of weight 0 are omitted, also nan."""
         found, numbers = dict[str, Weighted](), iter(read)
         for one in self.values:
             number = next(numbers) if isinstance(one.value, Tensor) else one.value
@@ -87,7 +87,7 @@ def means_of(by_rank: Iterable[Mapping[str, Weighted]]) -> dict[str, tuple[float
 
 
 def add_loader(logged: MeansOfLoaders, means: Mapping[str, tuple[float, float]]) -> None:
-    """Add the means over one more loader, each with its weight, to those of the loaders before."""
+    """Add the means over another loader, each with its weight, to `logged`."""
     for name, mean in means.items():
         logged.setdefault(name, []).append(list(mean))
 
@@ -106,5 +106,5 @@ def divided_sum(parts: Sequence[float], divisor: float) -> float:
         return math.fsum(parts) / divisor
     except ValueError:
         return math.nan
-    except OverflowError:  # the sum is more than a float holds, where the quotient need not be
+    except OverflowError:  # the sum exceeds the largest float; the quotient may not
         return sum(part / divisor for part in parts)

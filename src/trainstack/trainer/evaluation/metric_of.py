@@ -1,4 +1,4 @@
-"""Metrics made of functions over all predictions and targets of an evaluation."""
+"""Metrics that call a function with all predictions and targets of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trainstack.trainer.core.samples import IGNORED_LABEL
 def metric_of(
     function: Callable[..., Any], *, predictions: Callable[[Tensor], Tensor] | None = None, **options: Any
 ) -> FunctionMetric:
-    """A metric for `metrics=` made of a function of scikit-learn, or another `function(targets, predictions)`.
+    """Make a metric for `metrics=` from a function of scikit-learn, or another `function(targets, predictions)`.
 
-    The function is called once, at the end of the evaluation, with all targets and predictions as arrays of numpy.
-    They are kept in memory until then.
+    The function is called once, at the end of the evaluation, with all targets and predictions as NumPy arrays. They
+    are kept in memory until then.
 
     Args:
-        function: such as `sklearn.metrics.f1_score`; returns a number, or numbers by name.
-        predictions: makes predictions of the outputs of one batch, such as `lambda logits: logits.softmax(-1)`. By
-            default outputs of one dimension more than integer targets become the index of the largest value along
-            dimension 1; then targets of -100 are left out, with their predictions.
-        **options: of the function, such as `average="macro"`.
+        function: a function such as `sklearn.metrics.f1_score`. It returns a number, or numbers by name.
+        predictions: computes predictions from the outputs of one batch, such as `lambda logits: logits.softmax(-1)`.
+            By default, if the outputs have one dimension more than integer targets, the prediction is the index of the
+            largest value along dimension 1. Targets of -100 are then omitted, with their predictions.
+        **options: arguments of the function, such as `average="macro"`.
 
     Raises:
         ConfigurationError: `function` is not a function.
@@ -36,7 +36,7 @@ def metric_of(
     if not callable(function) or isinstance(function, type):
         raise ConfigurationError(
             f"metric_of({function!r}): give a function of targets and predictions, such as sklearn.metrics.f1_score. A "
-            "metric with update, compute and reset goes into metrics= as it is."
+            "metric with update, compute and reset needs no metric_of: give it to metrics=."
         )
 
     def compute(outputs: Any, targets: Any) -> Any:
@@ -46,10 +46,10 @@ def metric_of(
 
 
 def with_computed(metrics: Any, compute_metrics: Callable[[Any], Mapping[str, Any]] | None) -> Any:
-    """`metrics`, and those that `compute_metrics` returns by name, if it is given.
+    """Add the metrics of `compute_metrics`, if it is given, to `metrics`.
 
     Raises:
-        ConfigurationError: it is not a function, or `metrics` is not a dict.
+        ConfigurationError: `compute_metrics` is not a function, or `metrics` is not a dict.
     """
     if compute_metrics is None:
         return metrics
@@ -59,17 +59,19 @@ def with_computed(metrics: Any, compute_metrics: Callable[[Any], Mapping[str, An
             "returns numbers by name."
         )
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigurationError("compute_metrics beside metrics: write metrics={'name': metric}, with names.")
+        raise ConfigurationError(
+            "compute_metrics together with metrics: metrics needs names. Write metrics={'name': metric}."
+        )
     return {**(metrics or {}), "": FunctionMetric(partial(_call, compute_metrics))}
 
 
 @dataclass(frozen=True)
 class EvaluationArrays:
-    """All that an evaluation has predicted, and the labels; may be unpacked as a pair.
+    """All predictions and labels of an evaluation. They can be unpacked as a pair.
 
     Attributes:
-        predictions: arrays of numpy, `(samples, ...)`.
-        label_ids: the same of the targets.
+        predictions: NumPy array of shape `(samples, ...)`.
+        label_ids: NumPy array of the targets, of shape `(samples, ...)`.
     """
 
     predictions: Any
@@ -89,11 +91,11 @@ _Prepare = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class FunctionMetric:
     """Keeps predictions and targets, and calls a function with all of them.
 
-    Batches of other lengths in further dimensions are filled up with -100.
+    Batches that differ in other dimensions than the first are padded with -100.
 
     Args:
-        function: of all predictions and all targets.
-        prepare: makes what is kept of one batch; None keeps it as it is.
+        function: called with all predictions and all targets.
+        prepare: transforms the predictions and targets of one batch; None keeps them unchanged.
     """
 
     def __init__(self, function: Callable[[Any, Any], Any], prepare: _Prepare | None = None) -> None:
@@ -110,11 +112,11 @@ class FunctionMetric:
         self._targets.append(target)
 
     def compute(self) -> Any:
-        """What the function returns for all batches since `reset`."""
+        """The result of the function for all batches since `reset`."""
         return self._function(_joined(self._outputs), _joined(self._targets))
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Drop all batches."""
         self._outputs, self._targets = [], []
 
 
@@ -123,7 +125,7 @@ def _apply(predictions: Callable[[Tensor], Tensor], preds: Tensor, target: Tenso
 
 
 def _classes(preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Predicted classes and targets, one-dimensional, where `preds` has a value for each class."""
+    """1-dim predicted classes and targets, if `preds` has a value for each class; else both unchanged."""
     if not preds.is_floating_point() or target.is_floating_point() or preds.dim() != target.dim() + 1:
         return preds, target
     preds = preds.argmax(1).flatten()
@@ -134,7 +136,7 @@ def _classes(preds: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _joined(batches: list[Tensor]) -> Any:
     if not batches:
         return torch.empty(0).numpy()
-    batches = [one.float() if one.dtype is torch.bfloat16 else one for one in batches]  # which numpy lacks
+    batches = [one.float() if one.dtype is torch.bfloat16 else one for one in batches]  # numpy lacks it
     longest = [max(sizes) for sizes in zip(*(one.shape[1:] for one in batches), strict=True)]
     filled = []
     for one in batches:

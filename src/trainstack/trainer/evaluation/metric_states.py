@@ -1,7 +1,7 @@
-"""`MergedMetrics`: metrics of torchmetrics that each rank feeds with its part, and whose states the ranks then merge.
+"""`MergedMetrics` merges the states of metrics of torchmetrics that each rank has updated with its part.
 
-Only states whose merge gives the bits of one process are merged: sums of whole numbers, largest and smallest values,
-and lists, which are put one after the other in data set order. A sum of floats depends on the order of its terms.
+Only states whose merge gives the same bits as one process are merged: sums of integers, maxima, minima, and lists,
+which are concatenated in data set order. A sum of floats depends on the order of its terms.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _OF_EACH_UPDATE = {"_update_count", "_computed"}
 
 
 def kinds_of_states(metric: Any) -> dict[str, str] | None:
-    """How ranks merge each state of `metric`; None where the merge would not be that of one process, bit for bit.
+    """The reduction of each state of `metric`; None if the merge would not give the same bits as one process.
 
-    The declared reductions of torchmetrics tell. A metric that holds other metrics is not merged.
+    torchmetrics declares the reductions. A metric that contains other metrics is not merged.
     """
     library = sys.modules.get("torchmetrics")
     base = getattr(library, "Metric", None)
     if base is None or not isinstance(metric, base) or any(isinstance(one, base) for one in list(metric.modules())[1:]):
         return None
     kinds = dict[str, str]()
-    for name, reduction in metric._reductions.items():  # torchmetrics 1.9.0: there is no public name
+    for name, reduction in metric._reductions.items():  # torchmetrics 1.9.0: private, as is `_defaults`
         kind, state = _KINDS.get(getattr(reduction, "__name__", "")), metric._defaults[name]
         exact = isinstance(state, Tensor) and (kind in ("max", "min") or (kind == "sum" and _is_whole(state)))
         if kind is None or not (exact or (kind == "cat" and isinstance(state, list))):
@@ -45,8 +45,8 @@ class MergedMetrics:
     """The metrics of one pass whose states can be merged.
 
     Args:
-        metrics: all metrics of the pass, reset.
-        used: whether ranks evaluate parts. Nothing is merged otherwise.
+        metrics: all metrics of the pass, after `reset`.
+        used: whether ranks evaluate parts. If not, no metric is merged.
     """
 
     def __init__(self, metrics: Mapping[str, Any], *, used: bool) -> None:
@@ -61,26 +61,25 @@ class MergedMetrics:
 
     @property
     def names(self) -> list[str]:
-        """Of the metrics that each rank feeds as its batches come."""
+        """The names of the metrics that each rank updates after each of its batches."""
         return list(self._metrics)
 
     def merge(self, comm: Communicator, updates: int) -> tuple[set[str], int]:
-        """Give every metric the states of all ranks; all ranks call it together.
+        """Merge the states of all ranks in every metric. All ranks call this together.
 
-        A metric is left out where an update has changed an attribute that is no state, or where the states of ranks
-        have different shapes or types. It is then as it was before the first update, and has to be given the inputs of
-        all ranks.
+        A metric is not merged if an update has changed an attribute that is not a state, or if the states of the ranks
+        have different shapes or types. It is then reset, and must be updated with the inputs of all ranks.
 
         Args:
-            comm: of the ranks.
-            updates: of each metric on this rank.
+            comm: the communicator.
+            updates: the number of updates of each metric on this rank.
 
         Returns:
-            the names of the merged metrics, and the updates of all ranks together.
+            the names of the merged metrics, and the number of updates on all ranks.
         """
         facts = [fact for name in self._metrics for fact in self._facts(name)]
         (agreed,) = comm.merge_tensors([torch.tensor(facts, dtype=torch.int64)], ["max"], "the states of metrics")
-        rows = agreed.view(-1, 3).tolist()
+        rows = agreed.view(-1, 3).tolist()  # the three facts of each metric
         merged = [
             name for name, (bad, one, other) in zip(self._metrics, rows, strict=True) if not bad and one == -other
         ]
@@ -97,11 +96,11 @@ class MergedMetrics:
                 metric.reset()
                 self._undo(name)
                 continue
-            metric._update_count, metric._computed = total, None  # torchmetrics 1.9.0
+            metric._update_count, metric._computed = total, None  # private, checked on torchmetrics 1.9.0
         return set(merged), total
 
     def _undo(self, name: str) -> None:
-        """Give a metric the attributes that it had before its first update; `reset` may not."""
+        """Restore the attributes from before the first update, which `reset` may not restore."""
         metric = self._metrics[name]
         for key in [key for key, _ in _attributes(metric, self._kinds[name]) if key not in self._before[name]]:
             delattr(metric, key)
@@ -122,7 +121,10 @@ class MergedMetrics:
         setattr(metric, state, [one.to(at) for one in value] if isinstance(value, list) else value.to(at))
 
     def _facts(self, name: str) -> tuple[int, int, int]:
-        """Whether it must not be merged, and a hash of how its states look, also negated, to be compared by maxima."""
+        """Whether a metric must not be merged, and a hash of the forms of its states, positive and negated.
+
+        The hashes of all ranks are equal if the maxima of the two agree.
+        """
         metric, kinds = self._metrics[name], self._kinds[name]
         looks, bad = list[str](), _marks(metric, kinds) != self._before[name]
         for state, kind in kinds.items():
@@ -132,7 +134,7 @@ class MergedMetrics:
                 continue
             bad = bad or not isinstance(value, Tensor) or (kind == "sum" and not _is_whole(value))
             looks.append(f"{state} {getattr(value, 'shape', None)} {getattr(value, 'dtype', None)}")
-        digest = hashlib.blake2b("\n".join(looks).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b("\n".join(looks).encode(), digest_size=7).digest()  # 56 bits fit into an int64
         number = int.from_bytes(digest, "little")
         return int(bad), number, -number
 
@@ -142,13 +144,13 @@ def _is_whole(state: Tensor) -> bool:
 
 
 def _attributes(metric: Any, states: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """What an update may change beside states."""
+    """The attributes other than states, which an update may change."""
     apart = {*states, *_OF_EACH_UPDATE, *vars(nn.Module()), "_defaults", "_reductions", "_persistent"}
     return ((name, value) for name, value in vars(metric).items() if name not in apart)
 
 
 def _marks(metric: Any, states: Mapping[str, str]) -> dict[str, Any]:
-    """Attributes in a form that tells a change."""
+    """Marks of the attributes that differ after a change."""
     return {name: _mark(value) for name, value in _attributes(metric, states)}
 
 

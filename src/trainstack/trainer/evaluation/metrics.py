@@ -21,11 +21,11 @@ from trainstack.trainer.module_interface import ModuleInterface
 
 @runtime_checkable
 class Metric(Protocol):
-    """What is gathered over an evaluation; metrics of torchmetrics are such."""
+    """A value that is accumulated over an evaluation, such as a metric of torchmetrics."""
 
     @property
     def update(self) -> Callable[..., Any]:
-        """Take in one batch."""
+        """Add one batch."""
 
     @property
     def compute(self) -> Callable[[], Any]:
@@ -33,19 +33,19 @@ class Metric(Protocol):
 
     @property
     def reset(self) -> Callable[[], Any]:
-        """Forget everything."""
+        """Drop all batches."""
 
 
 class Metrics:
     """The metrics of a run.
 
     Args:
-        given: to the trainer; None for those of the module, its attribute or method `metrics`. A metric, or metrics by
-            name; under the name of a loader, a dict of those that are for this loader alone.
-        module: whose `metric_inputs` says what they are fed with.
+        given: a metric, or metrics by name; under the name of a loader, a dict of metrics for this loader only. None
+            for the attribute or method `metrics` of the module.
+        module: the module, whose `metric_inputs` returns the inputs of the metrics.
 
     Raises:
-        ConfigurationError: something given is no metric.
+        ConfigurationError: a given object is not a metric.
     """
 
     def __init__(self, given: Any, module: nn.Module) -> None:
@@ -63,29 +63,29 @@ class Metrics:
                 self._for_one[name] = {_checked(inner): _of_protocol(inner, metric) for inner, metric in metrics}
 
     def updates(self) -> list[Callable[..., Any]]:
-        """What takes inputs in each of them."""
+        """The `update` methods of all metrics."""
         return [metric.update for part in (self._for_all, *self._for_one.values()) for metric in part.values()]
 
     def check_loaders(self, keys: list[str]) -> None:
-        """Refuse metrics for a loader that there is not.
+        """Refuse metrics for a loader that does not exist.
 
         Raises:
-            ConfigurationError: naming those that there are.
+            ConfigurationError: names the existing loaders.
         """
         for name in self._for_one:
             if name not in keys:
                 raise ConfigurationError(
-                    f"metrics[{name!r}] is a dict, so it holds the metrics of the loader {name!r}, and the loaders are "
-                    f"{', '.join(map(repr, keys))}. Write metrics of all loaders directly: metrics={{'name': metric}}."
+                    f"metrics[{name!r}] is a dict, so it has the metrics of the loader {name!r}, but the loaders are "
+                    f"{', '.join(map(repr, keys))}. For metrics of all loaders, write metrics={{'name': metric}}."
                 )
 
     def over(self, key: str, world: World, stage: Stage, *, in_parts: bool) -> MetricPass | None:
         """Begin a pass over the loader `key`; None if it has no metrics.
 
         Args:
-            key: of the loader.
-            world: this process's place.
-            stage: of the pass.
+            key: the name of the loader.
+            world: the rank of this process and the number of processes.
+            stage: the stage of the pass.
             in_parts: whether each process evaluates a part.
         """
         metrics = self._for_all | self._for_one.get(key, {})
@@ -93,12 +93,12 @@ class Metrics:
 
 
 class MetricPass:
-    """Metrics over one loader, once.
+    """One pass of metrics over one loader.
 
-    In one process, metrics are updated batch by batch. So are those of many processes whose states can be merged: see
-    `MergedMetrics`. For the others each process keeps its batches' inputs in the host's memory; in the end all update
-    these metrics with everybody's, in data set order. The batches are the same whatever the number of processes, and so
-    are the values, bit for bit. A metric never talks to other processes by itself.
+    On one process, metrics are updated after each batch. On several processes, this also holds for metrics whose states
+    can be merged: see `MergedMetrics`. For other metrics, each process keeps the inputs of its batches in the host's
+    memory, and at the end all processes update them with the inputs of all, in data set order. The batches are the same
+    for any number of processes, and so are the bits of the values. Metrics do not communicate.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MetricPass:
         self._merged = MergedMetrics(metrics, used=self._kept is not None)
 
     def add(self, outputs: Any, batch: Any) -> None:
-        """Take in what a step returned for `batch`."""
+        """Add the outputs of a step for `batch`."""
         try:
             inputs = cast(Any, self._module).metric_inputs(outputs, batch)
         except Exception as error:
@@ -127,12 +127,12 @@ class MetricPass:
         if inputs is None:
             return
         if self._by_default:
-            self._by_default = False  # the first batch tells
+            self._by_default = False  # only the first batch is checked
             check_not_correctness(outputs, inputs, f"{self._stage.name.lower()}_step", next(iter(self._metrics)))
         if not isinstance(inputs, tuple | dict):
             raise ModuleContractError(
-                f"metric_inputs returned a {type(inputs).__name__}. Return a tuple, which is given to each metric's "
-                "update by position, a dict, whose items are matched with its parameters by name, or None for nothing."
+                f"metric_inputs returned a {type(inputs).__name__}. Return a tuple of positional arguments for each "
+                "metric's update, a dict, whose items are matched with its parameters by name, or None for no update."
             )
         if self._kept is None:
             self._update(inputs, self._metrics)
@@ -142,7 +142,7 @@ class MetricPass:
             self._update(inputs, self._merged.names)
 
     def results(self, comm: Communicator) -> dict[str, Any]:
-        """The values by name, nested as the metrics gave them; all processes call it together. Metrics are reset."""
+        """The values of the metrics by name. Metrics are reset. All processes call this together."""
         if self._kept is not None:
             self._update_with_all(comm, self._kept)
         values = {}
@@ -154,7 +154,7 @@ class MetricPass:
         return values
 
     def _update_with_all(self, comm: Communicator, kept: list[Any]) -> None:
-        """Give every metric what all processes have."""
+        """Update every metric with the inputs of all processes, or merge its states."""
         merged = set[str]()
         if self._merged.names:
             merged, self._updates = self._merged.merge(comm, len(kept))
@@ -174,7 +174,7 @@ class MetricPass:
 
 
 def numbers_in(name: str, value: Any) -> Iterator[tuple[str, float | Tensor | None]]:
-    """The numbers in what a metric computed, each with its name; None for what is not one number."""
+    """The numbers in the result of a metric, each with its name; None for an item that is not one number."""
     if isinstance(value, Mapping):
         for inner, item in value.items():
             yield from numbers_in(f"{name}/{inner}" if name else str(inner), item)
@@ -198,9 +198,9 @@ def _items(given: Any, where: str = "") -> list[tuple[str, Any]]:
 
 
 class _GetMetric:
-    """A metric with `get_metric` in place of `compute`; one without `update` is called.
+    """Adapts a metric that has `get_metric` instead of `compute`. Without `update`, the metric is called.
 
-    `get_metric` may reset, and then has a parameter that says so. One that does not is reset by `reset`.
+    If `get_metric` has a parameter `reset`, it can reset the metric. Else the metric has a method `reset`.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -230,18 +230,20 @@ def _as_metric(value: Any) -> Metric:
 
 def _of_protocol(name: str, metric: Any) -> Metric:
     if not _is_metric(metric):
-        what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
+        kind = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
         raise ConfigurationError(
-            f"metrics[{name!r}] is {what}. Give an object with the methods update, compute and reset."
+            f"metrics[{name!r}] is {kind}. Give an object with the methods update, compute and reset."
         )
     return _as_metric(metric)
 
 
 def _checked(name: Any) -> str:
     if not isinstance(name, str):
-        raise ConfigurationError(f"a metric is called {name!r}. Name it by a string.")
+        raise ConfigurationError(f"a metric has the name {name!r}, which is not a string. Write a string.")
     if name == "loss":
-        raise ConfigurationError("a metric is called 'loss'. That is the name of the step's loss; choose another.")
+        raise ConfigurationError(
+            "a metric has the name 'loss', which is the name of the step's loss. Write another name."
+        )
     return name
 
 
@@ -256,7 +258,7 @@ def _annotate_metric_errors(name: str, metric: Metric, method: str) -> Iterator[
 
 @contextmanager
 def _without_sync(metric: Metric) -> Iterator[None]:
-    """A block in which metrics of torchmetrics do not synchronize: they have the batches of all processes."""
+    """A block in which metrics of torchmetrics do not synchronize, because they have the batches of all processes."""
     parts: list[Any] = list(metric.modules()) if isinstance(metric, nn.Module) else [metric]
     synced = [(part, part.distributed_available_fn) for part in parts if hasattr(part, "distributed_available_fn")]
     try:
@@ -269,7 +271,7 @@ def _without_sync(metric: Metric) -> Iterator[None]:
 
 
 def _compact(inputs: Any) -> Any:
-    """A small view would keep all of the tensor alive that it is a view of."""
+    """`inputs` with copies of views, because a small view keeps the memory of the whole tensor."""
     if isinstance(inputs, dict):
         return {name: _compact(value) for name, value in inputs.items()}
     if type(inputs) in (tuple, list):

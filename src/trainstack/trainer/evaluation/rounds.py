@@ -1,4 +1,4 @@
-"""`Rounds` lets all ranks make the same forward passes in an evaluation."""
+"""`Rounds` makes all ranks run the same number of forward passes in an evaluation."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trainstack.trainer.core.module_snapshot import ModuleSnapshot
 from trainstack.trainer.core.state import RunState
 
 Pair = tuple[Any, int | None]
-"""A batch, and its number of samples where that is known."""
+"""A batch, and its number of samples; None if it is unknown."""
 
 
 class Rounds:
-    """The batches of this rank, one a round. In each round all ranks make one forward pass.
+    """The batches of this rank, one in each round. In each round all ranks run one forward pass.
 
-    Ranks agree on each round by one small exchange, so their numbers of batches may differ and need not be known. A
-    rank without a batch evaluates a borrowed one, and drops the outputs: its first batch, or that of another rank where
-    it has none. The borrowed pass leaves logs, buffers and random states as they were.
+    The ranks agree on each round in a small exchange, so their numbers of batches may differ and need not be known. A
+    rank without a batch evaluates a borrowed one and drops the outputs: its first batch, or that of another rank if it
+    never had one. Logs, buffers and random states are restored after a borrowed pass.
 
     Args:
         pairs: the batches of this rank.
-        stack: whose `forward` is called.
-        work: what `stack.prepare` returned.
-        stage: of the evaluation.
-        state: of the run.
-        should_stop: asked before each round; the evaluation ends on all ranks once it says so on one of them.
+        stack: the stack whose `forward` runs.
+        work: the result of `stack.prepare`.
+        stage: the stage of the evaluation.
+        state: the counters of the run.
+        should_stop: called before each round. The evaluation ends on all ranks if it returns True on one of them.
 
     Attributes:
-        is_over: whether no rank has a batch, or a rank wants to stop.
-        stopped_early: whether a rank wanted to stop while batches were left.
+        is_over: whether no rank has a batch, or a rank stops.
+        stopped_early: whether a rank stopped while batches were left.
     """
 
     is_over: bool
@@ -60,7 +60,7 @@ class Rounds:
                 yield pair
 
     def next_batch(self) -> Pair | None:
-        """The batch of this rank in the next round. None where it has none; the borrowed pass is made by then."""
+        """The batch of this rank in the next round; None after a borrowed pass, or when the evaluation is over."""
         pair, comm = next(self._pairs, None), self._work.world.comm
         place = f"round {self._number} of a {self._stage.name.lower()} pass"
         having, stopping = comm.sum([pair is not None, self._should_stop()], place)

@@ -1,1 +1,1 @@
-"""Recording of the steps of a run; `step_log` reads what is written here."""
+"""Record the steps of a run. `step_log` reads the files."""

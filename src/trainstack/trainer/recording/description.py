@@ -1,4 +1,4 @@
-"""The description of a start in the step log: that of a checkpoint, with the run's seed, data and weights."""
+"""The description of a start in the step log: as in a checkpoint, with seed, data and weights of the run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainstack.trainer.core.fingerprints import checksums, hash_text
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.data.training_data import TrainingData
 
-_MASK = (1 << 64) - 1
+_MASK = (1 << 64) - 1  # shows a signed checksum as unsigned
 
 
 def describe_start(context: RunContext, data: TrainingData, optimizers: Sequence[Optimizer]) -> Description:
     """The groups "arguments", "environment", "data", "code", "optimizers" and "weights".
 
-    The checksums of the weights are those of what this process has of them.
+    Of sharded weights, the checksums are those of the part of this process.
     """
     described = start_description.describe_start(context, data)
-    described["arguments"]["seed"] = str(context.state.seed)  # a resumed run keeps its own
+    described["arguments"]["seed"] = str(context.state.seed)  # a resumed run keeps its first seed
     described["data"]["version of the order"] = str(context.state.order_version)
-    if not context.stack.is_private:  # whose records leave no trace
+    if not context.stack.is_private:  # a private run must store nothing about its records
         described["data"]["samples in an epoch"] = str(data.plan.samples_per_epoch)
         described["data"] |= {f"sample {index}": hash_text(repr(one)) for index, one in data.sample_hashes.items()}
     made = start_description.describe_optimizers(optimizers)

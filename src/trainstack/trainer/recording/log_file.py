@@ -15,16 +15,16 @@ from trainstack.step_log.format import HEAD, MAGIC, Kind, first_chain, next_chai
 class LogFile:
     """A step log that is open for appending.
 
-    What stands behind the intact part of a log, such as a block that was cut off by a kill, is put aside into another
-    file, so that it can be looked at, and the log is continued from its intact part.
+    The bytes after the intact part of a log, such as a block that a kill has truncated, are moved into another file for
+    inspection. The log continues after its intact part.
 
     Args:
-        path: of the log; made if it is not there, with its folder.
+        path: the path of the log. The file and its folder are created if they are missing.
 
     Attributes:
-        chain: after the last block.
-        segments: how many segments the log has.
-        cut: why bytes were put aside; None if none were.
+        chain: the chain after the last block.
+        segments: the number of segments.
+        cut: the reason why bytes were moved; None if none were.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -50,7 +50,7 @@ class LogFile:
         self._is_new = not end
 
     def _read(self) -> int:
-        """Where the intact part ends; 0 if there is none."""
+        """The position of the end of the intact part; 0 if there is none."""
         problems = list[str]()
         end = len(MAGIC)
         for block in read_blocks(self.path, problems.append):
@@ -61,7 +61,7 @@ class LogFile:
         return 0 if problems and end == len(MAGIC) else end
 
     def _put_aside(self, end: int) -> None:
-        """Move what is behind `end` into a file of its own."""
+        """Move the bytes after `end` into a separate file."""
         self._file.seek(end)
         atomic_write(_free_name(self.path), self._file.read(), durable=True)
         self._file.truncate(end)
@@ -71,7 +71,7 @@ class LogFile:
         return bytes.fromhex(chain) in self._heads
 
     def append(self, *blocks: tuple[Kind, bytes]) -> None:
-        """Append blocks by one call of the system, so that a kill leaves them whole, or the first of them and a part.
+        """Append blocks with one system call, so that a kill can truncate the log only at its end.
 
         Raises:
             OSError: they could not be written.
@@ -82,28 +82,28 @@ class LogFile:
             chain = next_chain(chain, head, payload)
             pieces += (head, payload, chain)
         data = memoryview(b"".join(pieces))
-        while data:  # a call may write a part of it alone, of a large block or on a disk that is nearly full
+        while data:  # a call may write only a part of a large block, or on a disk that is nearly full
             data = data[self._file.write(data) :]
         self.chain = chain
 
     def sync(self) -> None:
-        """Force what was written to the disk.
+        """Flush the written blocks to the disk.
 
         Raises:
-            OSError: the system refused.
+            OSError: the flush failed.
         """
         os.fsync(self._file.fileno())
-        if self._is_new:
+        if self._is_new:  # the entry of a new file in its folder needs a flush, too
             sync_directory(self.path.parent)
             self._is_new = False
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
 def _free_name(path: Path) -> Path:
-    """Where to put aside what does not belong to the log."""
+    """An unused path for bytes that do not belong to the log."""
     number = 1
     while (aside := path.with_suffix(f".cut-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""`Recorder` writes what the loop has measured of each global step into the step log of a rank."""
+"""`Recorder` writes the measurements of each global step into the step log of a rank."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from trainstack.trainer.reporting.loss_meter import StepEntry, step_loss
 _SKIPPED, _NORM, _SAMPLES, _HIDDEN = (flag.value for flag in (Flag.SKIPPED, Flag.NORM, Flag.SAMPLES, Flag.HIDDEN))
 
 DETAILS_EVERY = 200
-"""Details are recorded of the first step of a segment and at log points, from one to the next at least so many steps:
-they take 0.25 ms."""
+"""The smallest number of steps between two records of details, which take 0.25 ms. Details are recorded for the first
+step of a segment and at log points."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Details of a step whose entry has not been read yet."""
+    """The details of a step whose values have not been read from the device yet."""
 
     step: int
     generators: list[int]
@@ -56,21 +56,21 @@ class _Pending:
 class Recorder:
     """Records the steps of one call of `train()` on one rank.
 
-    Nothing of a step is read from a device before `LossMeter` reads its loss, unless all tensors are recorded. A log
-    that cannot be written any more is given up with a warning, and the training goes on.
+    No value of a step is read from a device before `LossMeter` reads its loss, unless all tensors are recorded. If the
+    log cannot be written any more, there is a warning, and the training continues without it.
 
     Args:
         file: the log.
-        start: the segment, which is written now.
-        world: of this process.
-        state: of the run.
-        module: whose parameters are recorded with `mode="full"`.
-        optimizers: of the run.
-        details_every: global steps between two that get details; None for no details.
-        private: whether the run is private: then only steps, skipped steps and learning rates are recorded.
+        start: the start of the segment, which is written at once.
+        world: the world of this process.
+        state: the counters of the run.
+        module: the module whose parameters are recorded with `mode="full"`.
+        optimizers: the optimizers of the run.
+        details_every: global steps between two steps with details; None for no details.
+        private: whether the run is private. Then only steps, skipped steps and learning rates are recorded.
         hides_loss: whether losses are not recorded.
-        check_owner: raises if another process has taken the folder over.
-        warn: takes a sentence for the user.
+        check_owner: raises if another process has acquired the lease of the folder.
+        warn: logs a sentence for the user.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Recorder:
         self._names, self._table = start.parameters, 0
         self._append((Kind.START, to_json(asdict(start))))
 
-    # --- while a step is made
+    # --- during a step
 
     def watch(self, steps: Iterable[StepBatches]) -> Iterable[StepBatches]:
-        """`steps`, of which those that get details are looked at when they begin."""
+        """Wrap `steps`, to note the details at the beginning of the steps that get them."""
         return steps if self._every is None else self._watched(steps, self._every)
 
     def _watched(self, steps: Iterable[StepBatches], every: int) -> Iterator[StepBatches]:
@@ -111,18 +111,18 @@ class Recorder:
             if number >= self._due:
                 self._due = number + every - number % every
                 pending = _Pending(number, list(digest_generators(self._world.device).values()))
-                # A step that has failed, and is made again, has left some.
+                # Drop the details of an earlier attempt at this step, which has failed.
                 self._pending = [one for one in self._pending if one.step < number] + [pending]
                 step.micro_batches = _digested(step.micro_batches, pending.batch)
             yield step
 
     def before_update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Optimizers are about to use the gradients, which are clipped."""
+        """Note the clipped gradients, directly before an update."""
         if self._pending:
             self._pending[-1].gradients.append(digest_tensors(one.grad for one in self._parameters().values()))
 
     def after_update(self) -> None:
-        """A step is over, before its gradients are dropped."""
+        """Note weights and optimizer states after a step, before its gradients are dropped."""
         if not self._pending:
             return
         pending, parameters = self._pending[-1], self._parameters()
@@ -141,12 +141,12 @@ class Recorder:
     # --- when values have been read
 
     def take(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
-        """Write the entries of steps, whose values are on the host now, and their details.
+        """Write the entries and details of steps whose values were read from the device.
 
         Args:
-            entries: of successive steps.
-            losses: of their micro-batches, one after the other.
-            norms: of those that have one.
+            entries: the entries of successive steps.
+            losses: the losses of all their micro-batches, in order.
+            norms: the gradient norms of the steps that have one.
         """
         pending, self._pending = self._pending, []
         if not entries or self._file is None:
@@ -154,13 +154,13 @@ class Recorder:
         blocks = [(Kind.STEPS, self._packed(entries, losses, norms))]
         steps = {entry.step for entry in entries} if pending else ()
         for one in pending:
-            if one.step in steps:  # else the step has failed
+            if one.step in steps:  # a failed step has no entry
                 batch = one.batch.value()
                 blocks.append((Kind.DETAILS, pack_details(one.step, batch, one.generators, one.tensors, one.table)))
         self._append(*blocks)
 
     def _packed(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> bytes:
-        """The payload of a block of steps. By columns: 50 entries, one by one, take 60 us more."""
+        """The payload of a block of steps. It is filled by columns, which saves 60 us for 50 entries."""
         steps, epochs, _, _, own, weights, _, updated, measured, rates, indices = zip(*entries, strict=True)
         columns = np.zeros(len(entries), ENTRY)
         columns["step"], columns["epoch"] = steps, epochs
@@ -186,18 +186,18 @@ class Recorder:
     # --- checkpoints and the end
 
     def head(self) -> str | None:
-        """The chain after the last block, in hexadecimal digits, once it is safe on the disk; None without a log."""
+        """Flush the log, and return the chain after its last block in hexadecimal digits; None without a log."""
         if self._file is not None:
             with self._giving_up():
                 self._file.sync()
         return None if self._file is None else self._file.chain.hex()
 
     def note_checkpoint(self, path: Path) -> None:
-        """The checkpoint `path` has become safe; on the main process."""
+        """Record on the main process that the checkpoint `path` is completely written."""
         try:
             data = read_small(path / MANIFEST)
             content = parse(data, path / MANIFEST)
-        except (OSError, CheckpointError):  # of another checkpointer
+        except (OSError, CheckpointError):  # another checkpointer has written it
             note = CheckpointNote(step=self._state.global_step, name=path.name)
         else:
             heads = heads_in(decode_plain(content.metadata))
@@ -211,8 +211,8 @@ class Recorder:
         self._append((Kind.CHECKPOINT, to_json(asdict(note))))
 
     def end(self, status: str) -> None:
-        """Write how the segment has ended; a second call does nothing."""
-        with suppress(LeaseError):  # then the log belongs to another process
+        """Write the status of the segment, and close the log. A second call does nothing."""
+        with suppress(LeaseError):  # the log belongs to another process now
             self._append((Kind.END, to_json(asdict(End(step=self._state.global_step, status=status)))))
         with self._giving_up():
             if self._file is not None:
@@ -228,13 +228,13 @@ class Recorder:
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """A block that uses the file. If the system refuses, no more is recorded."""
+        """A block that uses the file. After an `OSError`, no more steps are recorded."""
         try:
             yield
         except OSError as error:
             self._warn(
-                f"the step log {self._file.path if self._file else ''} cannot be written ({error}), so the steps from "
-                f"here on are not recorded. Free space or mend the folder; the next start continues the log."
+                f"the step log {self._file.path if self._file else ''} cannot be written ({error}), so the following "
+                f"steps are not recorded. Free space or repair the folder; the next start continues the log."
             )
             with suppress(OSError):
                 if self._file is not None:
@@ -256,7 +256,7 @@ def _shares(
 
 
 def _digested(micro_batches: Iterator[MicroBatch], digest: BatchDigest) -> Iterator[MicroBatch]:
-    """`micro_batches`, each of which is added to `digest`, but for borrowed ones. None is kept for the next fetch."""
+    """Add each micro-batch to `digest`, except for borrowed ones. No batch is held during the next fetch."""
     while True:
         one = next(micro_batches, None)
         if one is None:

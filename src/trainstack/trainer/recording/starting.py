@@ -28,18 +28,18 @@ def begin_recording(
     log_interval: int,
     resumed: tuple[str | None, Sequence[str | None]] = (None, ()),
 ) -> Recorder | None:
-    """Open the step log of this process, and write the start of a segment; all processes call it together.
+    """Open the step log of this process, and write the start of a segment. All processes call this together.
 
     Args:
-        context: of the run.
-        data: of the run.
-        optimizers: of the run.
+        context: the context of the run.
+        data: the training data of the run.
+        optimizers: the optimizers of the run.
         log_interval: global steps between two log points.
-        resumed: of the checkpoint that was resumed: the id of its run, and the heads of the step logs in it.
+        resumed: the run id of the resumed checkpoint, and the heads of the step logs in it.
 
     Returns:
-        None where nothing is recorded: as the arguments say, or since the run writes nothing into its folder, or
-        because the log cannot be written, which is a warning.
+        the recorder, or None if nothing is recorded: `record` is "off", the run has no claimed folder, or the log
+        cannot be written, with a warning.
     """
     args, world, directory = context.args, context.world, context.directory
     where: Mapping[str, Any] | None = None
@@ -74,16 +74,16 @@ def begin_recording(
 
 
 def _say_what_is_missing(context: RunContext, file: LogFile, head: str | None) -> None:
-    """Warn of a log whose end was put aside, and of one that a checkpoint contradicts."""
+    """Warn of a log whose end was moved, and of a log without the blocks that a checkpoint refers to."""
     if file.cut is not None:
         context.log.warning(
-            f"the step log {file.path} is continued from its intact part: {file.cut}. What was behind it is put aside "
-            f"as {file.path.with_suffix('.cut-*').name}."
+            f"the step log {file.path} is continued after its intact part: {file.cut}. The rest was moved to "
+            f"{file.path.with_suffix('.cut-*').name}."
         )
     if head is not None and not file.has_head(head):
         context.log.warning(
-            f"the step log {file.path} lacks blocks that it had when the checkpoint was taken that this run goes on "
-            "from. The log was changed or cut since; the run itself is not concerned."
+            f"the step log {file.path} lacks blocks that it had when the resumed checkpoint was written. The log was "
+            "changed or truncated since then. The run itself is not affected."
         )
 
 
@@ -95,7 +95,7 @@ def _start(
     head: str | None,
     **names: Any,
 ) -> Start:
-    """The start of the segment; `names` are its number and the id of the run."""
+    """Make the start of the segment. `names` are its number and the id of the run."""
     world, args = context.world, context.args
     return Start(
         **names,
@@ -114,20 +114,20 @@ def _start(
 
 def _open(context: RunContext, path: Path) -> tuple[LogFile | None, OSError | None]:
     try:
-        context.directory.protect(context.args)  # on this process too
+        context.directory.protect(context.args)  # the lease has done this only on the main process
         return LogFile(path), None
     except OSError as error:
         return None, error
 
 
 def _details_every(mode: str, log_interval: int, *, private: bool) -> int | None:
-    """Global steps between two that get details: log points, but no more than one in `DETAILS_EVERY` steps."""
+    """Global steps between two steps with details: a multiple of the log interval, at least `DETAILS_EVERY`."""
     if private:
         return None
     return 1 if mode == "full" else log_interval * -(-DETAILS_EVERY // log_interval)
 
 
 def _head_of(resumed: tuple[str | None, Sequence[str | None]], run_id: str, rank: int) -> str | None:
-    """The head of this rank's log in a checkpoint of the run `run_id`; None in one of another run."""
+    """The head of this rank's log in a checkpoint of the run `run_id`; None in a checkpoint of another run."""
     written_by, heads = resumed
     return heads[rank] if written_by == run_id and rank < len(heads) else None

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds."""
+"""Make the checkpoint of a run from its states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainstack.trainer.resume.resume_changes import START
 from trainstack.trainer.start_description import merge_environments
 
 EXCEPTION = "exception"
-"""The key in a checkpoint's metadata of what went wrong before it was written."""
+"""The key in a checkpoint's metadata of the exception after which it was written."""
 
 
 _OfRank = tuple[dict[str, Any], Mapping[str, Any] | None, dict[str, str], str | None]
@@ -43,18 +43,19 @@ def make_checkpoint(
     after: BaseException | None = None,
     everywhere: bool = False,
 ) -> Checkpoint:
-    """Everything that a run needs to go on from here; tensors are the live ones.
+    """Make a checkpoint from which the run can resume exactly. Its tensors are not copies.
 
-    The metadata can be read without the tensors: what was measured with these very weights tells which is the best.
+    The metadata can be read without the tensors. It has the metrics of these weights, to choose the best checkpoint.
 
-    `get_state` is called after the processes have met. After an exception, `after`, the other processes are not asked
-    for anything, so there are no random states, and no states of other ranks. `begin` is what `Beginnings.old_states`
-    returns; like the random states, it is kept for each rank. `start` describes the
-    start of the run. The main process gets the states of all ranks, the others their own, unless they are needed
-    `everywhere`.
+    `get_state` is called after the first communication of the processes. `begin` is the result of
+    `Beginnings.old_states`; like the random states, it is stored for each rank. `start` describes the start of the run.
+    The main process gets the states of all ranks. With `everywhere`, all processes do.
+
+    After an exception, given as `after`, the processes do not communicate, so the checkpoint has no random states and
+    no states of other ranks.
     """
     rng: dict[str, Any] = {"begin": begin}
-    if not context.stack.is_private:  # a private run stores no random states: they show its draws
+    if not context.stack.is_private:  # a private run stores no random states, because they reveal its draws
         rng |= {"now": capture_rng(context.world.device), "epoch": epoch_rng}
         rng[GENERATORS] = get_generator_states(context)
     mine = (rng, loader_state, start["environment"] if start else {}, None if after is not None else context.log_head())
@@ -62,7 +63,7 @@ def make_checkpoint(
     loaders, aside = [loader for _, loader, *_ in ranks], _facts_of_ranks(ranks, start)
     aside |= ({"pinned": True} if pinned else {}) | context.events.optimizer_modes.metadata
     if after is not None:
-        # The message of an exception may hold values of records.
+        # The message of an exception may contain values of records.
         aside[EXCEPTION] = type(after).__name__ + ("" if context.stack.is_private else f": {after}")
     states, rank_states, differing = _states_of(context, by_rank=after is None, everywhere=everywhere)
     module_state, left_out = context.frozen.split(states[MODULE])
@@ -100,16 +101,16 @@ def _gather(context: RunContext, mine: _OfRank, *, everywhere: bool) -> list[_Of
 def _states_of(
     context: RunContext, *, by_rank: bool, everywhere: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, Any]] | None, list[str]]:
-    """The states that may differ between ranks, the part of each rank, and the names of the leaves that do differ.
+    """The states that may differ between ranks, the part of each rank, and the names of the leaves that differ.
 
-    The parameters are left out: they were compared bit by bit.
+    The parameters are not compared here, because they were compared bit by bit before.
     """
     states = {
         MODULE: context.module.get_state(),
         CALLBACKS: context.events.get_state(),
         USER: context.user_state.get_state(),
         LAYERS: context.stack.get_state(),
-        # Records may have had an influence on them, so a private run stores none.
+        # They may depend on records, so a private run stores none.
         EXTRAS: None if context.stack.is_private else context.extras.get_state(),
     }
     if not by_rank:
@@ -121,26 +122,26 @@ def _states_of(
     if buffers and not context.said_of_buffers:
         context.said_of_buffers = True
         context.log.warning(
-            f"the buffers {', '.join(sorted(buffers))} differ between the ranks. A checkpoint keeps those of each "
-            "rank, and a resume needs the same number of ranks; an export has those of rank 0. Let "
-            "ddp synchronise buffers to train with those of rank 0 on all ranks."
+            f"the buffers {', '.join(sorted(buffers))} differ between the ranks. A checkpoint stores the buffers of "
+            "each rank, so a resume needs the same number of ranks. An export has the buffers of rank 0. To train "
+            "with those on all ranks, let ddp synchronize buffers."
         )
     return states, parts, names
 
 
 def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any]]) -> None:
-    """Find a state that a checkpoint cannot hold before the first step; encodes all of it, and copies no tensors.
+    """Check before the first step that a checkpoint can store all states. Encodes them without copies of tensors.
 
     Raises:
-        UnsupportedStateError: naming the place in the state and the type found there.
+        UnsupportedStateError: names the place in the state and its type.
     """
     checkpointer = context.checkpointer
     if not isinstance(checkpointer, DefaultCheckpointer) or not checkpointer.is_due(0, force=True):
-        return  # others may hold other values
+        return  # another checkpointer may store other types
     try:
         states = {**_states_of(context, by_rank=False)[0], "trainer_state": get_state()}
         states[MODULE], _ = context.frozen.split(states[MODULE])
-    except Exception:  # a state may need what the first hook makes; then the first save tells
+    except Exception:  # a state may need an object of the first hook; the first save reports a real fault
         return
     encoder = StateEncoder()
     for name, state in states.items():
@@ -149,8 +150,10 @@ def check_storable(context: RunContext, get_state: Callable[[], Mapping[str, Any
 
 
 def metadata_of(context: RunContext) -> dict[str, Any]:
-    """What should be readable in a manifest: the backend, the epoch under way, what was measured at this step, and what
-    a private run has promised so far. Of a private run only metrics that are public or covered: exports are shared."""
+    """The metadata in a manifest: the backend, the current epoch, the metrics of this step, and the privacy statement.
+
+    In a private run it has only metrics that are public or covered by the guarantee, because exports are shared.
+    """
     metrics, stack = context.history.usable_values_at(context.state.global_step), context.stack
     facts = {"backend": stack.spec, "epoch": context.state.epoch, "metrics": metrics}
     return facts | ({"privacy": json.loads(stack.privacy_statement().to_json())} if stack.is_private else {})

@@ -39,13 +39,13 @@ def export_model(
     card: Mapping[str, Any] | None = None,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """Export the module's state and `plan` where the checkpointer puts exports, or to `path`, as `write_export`."""
+    """Export the module's state and `plan` to `path`, or by default with the checkpointer. See `write_export`."""
     about: dict[str, Any] = {"plan": plan.to_dict(), "global_step": context.state.global_step}
     about["metadata"] = {**metadata_of(context), "module": class_of(context.module).__name__}
     if context.stack.is_private:
         about["metadata"]["privacy statement"] = context.stack.privacy_statement().text  # for the README
     about["lineage"] = lineage_of(context, about["metadata"])
-    bytes_of_size("max_shard_size", max_shard_size)  # a wrong one is refused before all ranks gather the weights
+    bytes_of_size("max_shard_size", max_shard_size)  # refuses a wrong value before all ranks gather the weights
     options: dict[str, Any] = {"part": part, "card": card, "run_id": context.directory.run_id}
     options["max_shard_size"] = max_shard_size
     options["owner"] = find_part(context.module, part) if part else None
@@ -105,7 +105,7 @@ def push_export(
     include: Sequence[str],
     **options: Any,
 ) -> str:
-    """Export to a temporary folder and upload that, with what to `include`; see `Trainer.push_to_hub`."""
+    """Export to a temporary folder, add the items of `include`, and upload it. See `Trainer.push_to_hub`."""
     require_hub()
     saver.finish()
     with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
@@ -131,7 +131,7 @@ def _newest_own(context: RunContext) -> Path:
     own = [one for one in found if one.run_id == run_id]
     if not own:
         raise ConfigurationError(
-            "push_to_hub(include=('checkpoint',)): this run has saved no checkpoint. Call trainer.save_checkpoint("
-            "force=True) before, with DefaultCheckpointerArguments(checkpoint=True)."
+            "push_to_hub(include=('checkpoint',)): this run has saved no checkpoint. Write "
+            "DefaultCheckpointerArguments(checkpoint=True), and call trainer.save_checkpoint(force=True) before."
         )
     return own[-1].path

@@ -15,7 +15,7 @@ from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.module_checks import shortened
 
 _HOW = (
-    "State belongs to a parameter by its name. Give the parameters the names and groups that they had, or write "
+    "Optimizer states are stored by the name of the parameter. Use the same names and groups as before, or write "
     "reset_optimizers_schedulers=True to start with new optimizer states."
 )
 
@@ -24,9 +24,9 @@ class Groups:
     """The parameter groups of one optimizer, with the names that the module has for the parameters.
 
     Args:
-        module: names the parameters.
-        parameters: of the module, by group.
-        labels: what a group calls itself, by its key "name"; None for nothing.
+        module: the module, which has the names of the parameters.
+        parameters: the parameters of the module, by group.
+        labels: the value of the key "name" of each group; None without one.
 
     Attributes:
         parameters: as given.
@@ -45,16 +45,16 @@ class Groups:
         self.by_name = {name: id_ for id_, names in self._names.items() for name in names}
 
     def names(self) -> list[list[str | None]]:
-        """The first name of each parameter, by group; None for one that the module has no more."""
+        """The first name of each parameter, by group; None if it is not in the module any more."""
         return [[self._names.get(id(p), (None,))[0] for p in own] for own in self.parameters]
 
     def names_as_in(self, record: Mapping[str, Any]) -> list[list[str | None]]:
-        """The same by the names that `record` has for them: a tied parameter has several."""
+        """As `names`, with the names in `record`, because a tied parameter has several names."""
         known = {self.by_name[name]: name for group in record["groups"] for name in group["params"]}
         return [[known.get(id(p)) for p in own] for own in self.parameters]
 
     def all_parameters(self) -> dict[int, Tensor]:
-        """The parameters of the module by their ids, those in no group included."""
+        """The parameters of the module by their ids, also those in no group."""
         return {id(parameter): parameter for parameter in self._module.parameters()}
 
     def describe(self, number: int) -> str:
@@ -64,20 +64,20 @@ class Groups:
 
 
 def as_made(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The record with the groups that the optimizer was made with, if they were changed by hand since."""
+    """The record with the initial groups of the optimizer, if user code has changed them since."""
     if "first" not in record:
         return record
     return {**record, "groups": [{"params": names} for names in record["first"]], "joined": ()}
 
 
-def regroup(what: str, optimizer: Optimizer, mine: Groups, record: Mapping[str, Any]) -> None:
-    """Give an optimizer the groups of a record, whatever groups its parameters are in now.
+def regroup(title: str, optimizer: Optimizer, mine: Groups, record: Mapping[str, Any]) -> None:
+    """Replace the groups of an optimizer by those of a record.
 
     Args:
-        what: the optimizer in words.
-        optimizer: its groups are replaced.
+        title: the name of the optimizer in messages.
+        optimizer: the optimizer.
         mine: its groups, with the parameters of the module.
-        record: of the optimizer.
+        record: the record of the optimizer.
 
     Raises:
         CheckpointMismatchError: the module lacks a parameter of the record.
@@ -85,7 +85,7 @@ def regroup(what: str, optimizer: Optimizer, mine: Groups, record: Mapping[str, 
     groups, known = optimizer.param_groups, mine.all_parameters()
     missing = [name for group in record["groups"] for name in group["params"] if name not in mine.by_name]
     if missing:
-        raise CheckpointMismatchError(_names_message(what, missing, ()))
+        raise CheckpointMismatchError(_names_message(title, missing, ()))
     for own, group in zip(mine.parameters, groups, strict=True):
         known |= {id(p): held for p, held in zip(own, group["params"], strict=True)}
     named = any("param_names" in group for group in groups)
@@ -99,11 +99,11 @@ def regroup(what: str, optimizer: Optimizer, mine: Groups, record: Mapping[str, 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How the groups of an optimizer correspond to those of a checkpoint.
+    """The groups of an optimizer and the corresponding groups of a checkpoint.
 
     Attributes:
-        order: for each group of the optimizer, and then for each that is to be added, the number of the checkpoint's.
-        joined: in the same order: parameters that were added during training, and that the optimizer lacks.
+        order: the number of the group in the checkpoint, for each group of the optimizer and then for each new one.
+        joined: in the same order, the parameters that were added during training and are not in the optimizer.
     """
 
     order: list[int]
@@ -111,7 +111,7 @@ class Match:
 
 
 def match_groups(
-    what: str,
+    title: str,
     mine: Groups,
     record: Mapping[str, Any],
     others: Mapping[int, Groups],
@@ -121,18 +121,19 @@ def match_groups(
     """Find each group of an optimizer in the record of a checkpoint.
 
     Args:
-        what: the optimizer in words.
+        title: the name of the optimizer in messages.
         mine: its groups.
-        record: of the optimizer; see `OptimizerStates`.
+        record: the record of the optimizer; see `OptimizerStates`.
         others: the groups of the other optimizers, by their numbers.
-        records: those of all optimizers; `record` is number `place`.
+        records: the records of all optimizers.
+        place: the position of `record` in `records`.
 
     Raises:
         CheckpointMismatchError: a name is missing on one side, or a parameter is in another group or optimizer.
     """
-    saved = _saved_places(what, mine, record)
+    saved = _saved_places(title, mine, record)
     held = {id(p): number for number, own in enumerate(mine.parameters) for p in own}
-    _check_optimizer(what, mine, saved, records, place)
+    _check_optimizer(title, mine, saved, records, place)
     joined_names = set(record.get("joined", ()))
     elsewhere = {id(p): number for number, one in others.items() for own in one.parameters for p in own}
     missing, joined = list[str](), dict[int, list[str]]()
@@ -157,14 +158,14 @@ def match_groups(
         if id(p) not in saved
     ]
     if missing or new:
-        raise CheckpointMismatchError(_names_message(what, missing, new))
+        raise CheckpointMismatchError(_names_message(title, missing, new))
     if record.get("ordered") or "state_dict" in record:
-        _check_order(what, mine, record)
-    order = _match_numbers(what, mine, record, saved)
+        _check_order(title, mine, record)
+    order = _match_numbers(title, mine, record, saved)
     return _with_joined(mine, order, joined)
 
 
-def _saved_places(what: str, mine: Groups, record: Mapping[str, Any]) -> dict[int, int]:
+def _saved_places(title: str, mine: Groups, record: Mapping[str, Any]) -> dict[int, int]:
     """The group of the record by the id of the parameter."""
     places, names = dict[int, int](), dict[int, str]()
     for number, group in enumerate(record["groups"]):
@@ -174,15 +175,15 @@ def _saved_places(what: str, mine: Groups, record: Mapping[str, Any]) -> dict[in
                 continue
             if id_ in places:
                 raise CheckpointMismatchError(
-                    f"{what}: {names[id_]!r} and {name!r} were two parameters when the checkpoint was written, and are "
-                    f"one now. Untie them, or write reset_optimizers_schedulers=True."
+                    f"{title}: {names[id_]!r} and {name!r} were two parameters when the checkpoint was written, and "
+                    f"are one now. Untie them, or write reset_optimizers_schedulers=True."
                 )
             places[id_], names[id_] = number, name
     return places
 
 
 def _check_optimizer(
-    what: str, mine: Groups, saved: Mapping[int, int], records: Sequence[Mapping[str, Any]], place: int
+    title: str, mine: Groups, saved: Mapping[int, int], records: Sequence[Mapping[str, Any]], place: int
 ) -> None:
     """Refuse a parameter that another optimizer of the checkpoint held."""
     for own, names in zip(mine.parameters, mine.names(), strict=True):
@@ -192,17 +193,17 @@ def _check_optimizer(
             for number, record in enumerate(records):
                 if number != place and any(mine.by_name.get(n) == id(p) for g in record["groups"] for n in g["params"]):
                     raise CheckpointMismatchError(
-                        f"the parameter {name!r} is in {what}; in the checkpoint it is in optimizer {number} "
+                        f"the parameter {name!r} is in {title}; in the checkpoint it is in optimizer {number} "
                         f"({record['class']}). {_HOW}"
                     )
 
 
-def _names_message(what: str, missing: Sequence[str], new: Sequence[str]) -> str:
-    parts = []
+def _names_message(title: str, missing: Sequence[str], new: Sequence[str]) -> str:
+    parts = []  # up to 8 names, so that the message remains readable
     if missing:
-        parts.append(f"the checkpoint has {_count(missing)} that {what} lacks: {shortened(missing, 8)}")
+        parts.append(f"the checkpoint has {_count(missing)} that {title} lacks: {shortened(missing, 8)}")
     if new:
-        parts.append(f"{what} has {_count(new)} that the checkpoint lacks: {shortened(new, 8)}")
+        parts.append(f"{title} has {_count(new)} that the checkpoint lacks: {shortened(new, 8)}")
     return f"{'; '.join(parts)}. {_HOW}"
 
 
@@ -210,29 +211,29 @@ def _count(names: Sequence[str]) -> str:
     return f"{len(names)} parameter{'s' * (len(names) > 1)}"
 
 
-def _check_order(what: str, mine: Groups, record: Mapping[str, Any]) -> None:
-    """Refuse other positions where the state is known by positions only."""
+def _check_order(title: str, mine: Groups, record: Mapping[str, Any]) -> None:
+    """Refuse another order of the parameters if the state is stored by their positions."""
     theirs = [list(group["params"]) for group in record["groups"]]
     if [[mine.by_name.get(name) for name in own] for own in theirs] != [
         [id(p) for p in own] for own in mine.parameters
     ]:
         had, has = ([shortened([n or "?" for n in own], 8) for own in names] for names in (theirs, mine.names()))
         raise CheckpointMismatchError(
-            f"{what} keeps its state in the order of its parameters, and that is another one now. Checkpoint: "
-            f"{' | '.join(had)}. Now: {' | '.join(has)}. Give them in the order of the checkpoint, or write "
+            f"{title} stores its state in the order of its parameters, and the order has changed. Checkpoint: "
+            f"{' | '.join(had)}. Now: {' | '.join(has)}. Use the order of the checkpoint, or write "
             "reset_optimizers_schedulers=True."
         )
 
 
-def _match_numbers(what: str, mine: Groups, record: Mapping[str, Any], saved: Mapping[int, int]) -> list[int]:
-    """For each group of the optimizer the number of the checkpoint's that holds the same parameters."""
+def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: Mapping[int, int]) -> list[int]:
+    """For each group of the optimizer, the number of the group in the checkpoint with the same parameters."""
     order, taken = list[int](), dict[int, int]()
     empty = [number for number, group in enumerate(record["groups"]) if not group["params"]]
     for number, own in enumerate(mine.parameters):
         if not own:
             place = empty.pop(0) if empty else None
             if place is None:
-                raise CheckpointMismatchError(f"{what} has {mine.describe(number)}; the checkpoint has no such. {_HOW}")
+                raise CheckpointMismatchError(f"{title} has {mine.describe(number)}; the checkpoint has not. {_HOW}")
             order.append(place)
             continue
         place = saved[id(own[0])]
@@ -241,7 +242,7 @@ def _match_numbers(what: str, mine: Groups, record: Mapping[str, Any], saved: Ma
             if theirs != place or taken.get(theirs, number) != number:
                 group = record["groups"][theirs]
                 raise CheckpointMismatchError(
-                    f"the parameter {name!r} of {what} is in {mine.describe(number)}; in the checkpoint it is in "
+                    f"the parameter {name!r} of {title} is in {mine.describe(number)}; in the checkpoint it is in "
                     f"{_describe(theirs, group.get('name'), group['params'])}, so its options would change. {_HOW}"
                 )
         taken[place] = number

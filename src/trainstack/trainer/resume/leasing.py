@@ -1,4 +1,4 @@
-"""`DirectoryOwner` makes a run the only one that writes into its directories."""
+"""`DirectoryOwner` ensures that only one run writes into its directories."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainstack.trainer.tracking.writers import StdoutWriter
 
 
 class DirectoryOwner:
-    """Takes and gives back the lease of a run's directories.
+    """Acquires and releases the lease of a run's directories.
 
     Args:
-        context: of the trainer; its `lease` is set on the main process.
-        run_on_rank_zero: lets the main process do something, and tells the others whether it failed.
+        context: the context of the trainer. Its `lease` is set on the main process.
+        run_on_rank_zero: calls a function on the main process, and reports its failure to the others.
 
     Attributes:
         held: whether the lease is held; the same on all processes.
-        is_interrupted: called while the main process waits for another one's lease to end.
+        is_interrupted: called while the main process waits for the end of another lease.
     """
 
     held: bool
@@ -35,7 +35,7 @@ class DirectoryOwner:
         self.is_interrupted: Callable[[], bool] = lambda: False
 
     def take(self) -> None:
-        """Own the directories, if the run writes any file; all processes call it together.
+        """Acquire the lease, if the run writes any file. All processes call this together.
 
         Raises:
             LeaseError: another process owns one of them.
@@ -46,7 +46,7 @@ class DirectoryOwner:
         self.held = True
 
     def release(self) -> None:
-        """Give the directories back; each process by itself."""
+        """Release the lease. Each process calls this separately."""
         self.held = False
         lease, self._context.lease = self._context.lease, None
         mirror = self._context.directory.mirror
@@ -65,7 +65,7 @@ class DirectoryOwner:
 
     @contextmanager
     def held_for_writing(self) -> Iterator[None]:
-        """A block in which the directories are owned; outside of `train()` they are given back after it."""
+        """A block in which the lease is held. Outside of `train()` it is released after the block."""
         if self.held:
             yield
             return
@@ -76,7 +76,7 @@ class DirectoryOwner:
             self.release()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from another thread, when another process has taken the directories over."""
+        """Call `wake`, from another thread, when another process has acquired the lease."""
         mirror = self._context.directory.mirror
         if self._context.lease is not None:
             self._context.lease.watch(wake)
@@ -84,7 +84,7 @@ class DirectoryOwner:
             mirror.watch(wake)
 
     def check(self) -> None:
-        """Raise if another process has taken the directories over; on the main process."""
+        """On the main process, raise if another process has acquired the lease."""
         mirror = self._context.directory.mirror
         if self._context.lease is not None:
             self._context.lease.check()
@@ -96,7 +96,7 @@ class DirectoryOwner:
         return not self._context.args.fast_dev_run and writes_files(self._context)
 
     def acquire(self) -> None:
-        """`take` on the main process alone; the others have to call `take` afterwards."""
+        """`take` on the main process only. The others must call `take` afterwards."""
         context, args = self._context, self._context.args
         if context.lease is not None or not self._is_needed:
             return
@@ -104,7 +104,7 @@ class DirectoryOwner:
         if args.output_dir is not None:
             _warn_of_array_task(args.output_dir, os.environ, context.log.warning)
         mirror = context.directory.mirror
-        if mirror is not None:  # before the local folder, which it may replace
+        if mirror is not None:  # before the local folder, which the mirror may replace
             mirror.take(args.lease_timeout_s, self.is_interrupted)
         try:
             context.directory.protect(args)
@@ -123,7 +123,7 @@ class DirectoryOwner:
 
 
 def writes_files(context: RunContext) -> bool:
-    """Whether a training writes anything into the folder of its run."""
+    """Whether a training writes files into the folder of its run."""
     args, checkpointer = context.args, context.checkpointer
     saves = isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint
     logs = args.wants_report or any(one != "stdout" and not isinstance(one, StdoutWriter) for one in args.writers)
@@ -132,10 +132,10 @@ def writes_files(context: RunContext) -> bool:
 
 
 def _directories(context: RunContext) -> list[Path]:
-    """`output_dir`, the folder of logs if that is elsewhere, and the folder of checkpoints, which is the last one.
+    """`output_dir`, a separate folder of logs, and last the folder of checkpoints.
 
-    The folder of checkpoints has a lease even inside `output_dir`: another run may name it as its `save_dir`. Paths
-    stay as they were given, so a link that is changed during the training is noticed.
+    The folder of checkpoints has a lease even inside `output_dir`, because another run may use it as its `save_dir`.
+    Paths are not resolved, so that a link that changes during the training is detected.
     """
     output_dir, checkpointer = context.output_dir, context.checkpointer
     found = [output_dir]
@@ -154,7 +154,7 @@ def _warn_of_array_task(
     if task and not re.search(rf"(?<![0-9]){re.escape(task)}(?![0-9])", path):
         warn(
             f"this is task {task} of a job array, and output_dir={os.fspath(output_dir)!r} does not depend on it, so "
-            "all tasks share one directory: a second one that runs at the same time is refused, and a later one goes "
-            "on from the checkpoints of the first. Write "
+            "all tasks share one directory. A second task at the same time is refused, and a later one resumes from "
+            "the checkpoints of the first. Write "
             "output_dir=f\"runs/{os.environ['SLURM_ARRAY_TASK_ID']}\"."
         )

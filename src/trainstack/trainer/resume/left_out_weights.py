@@ -1,4 +1,4 @@
-"""Frozen weights that checkpoints leave out: noted when a run begins, compared and put back when it resumes."""
+"""Frozen weights that are not in checkpoints: note them when a run begins, compare and restore them in a resume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trainstack.trainer.resume.saving import Saver
 
 
 def note_initial_weights(context: RunContext, saver: Saver) -> dict[str, str]:
-    """Keep the digests of the weights that a run begins with, if checkpoints leave frozen ones out; returns them.
+    """Return the digests of the initial weights, and keep them if checkpoints omit frozen weights.
 
-    Those of rank 0 count, since all ranks get its parameters. All ranks call it.
+    Rank 0 computes them, because all ranks get its parameters. All ranks call this together.
     """
     digests = saver.run_on_rank_zero(context.frozen.get_digests, "comparing the frozen weights")
     if not context.checkpointer.keeps_frozen:
@@ -23,10 +23,10 @@ def note_initial_weights(context: RunContext, saver: Saver) -> dict[str, str]:
 
 
 def with_left_out_weights(context: RunContext, checkpoint: Checkpoint, saver: Saver) -> Checkpoint:
-    """`checkpoint` with the module's own tensors in the place of those that it leaves out. All ranks call it.
+    """`checkpoint`, completed by the module's tensors for the frozen weights that it omits. All ranks call this.
 
     Raises:
-        CheckpointMismatchError: the module has other values of them.
+        CheckpointMismatchError: the values of these tensors have changed.
     """
     left_out = (checkpoint.metadata or {}).get(LEFT_OUT)
     if not left_out and (checkpoint.is_empty or context.checkpointer.keeps_frozen):

@@ -1,4 +1,4 @@
-"""Where the weights of a run come from, and in which environment it trains, for manifests."""
+"""The origin of the weights of a run, and its environment, for manifests."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def ancestors_of(checkpoint: Checkpoint, path: Path | None, mode: str) -> Lineag
     """The ancestors of a run that resumes from `checkpoint`; an empty lineage for an empty checkpoint.
 
     Args:
-        checkpoint: that was loaded.
-        path: where it lies; None where its checkpointer keeps it in another way.
+        checkpoint: the loaded checkpoint.
+        path: its folder; None if the checkpointer does not store it in a folder.
         mode: `resume_mode` of the arguments.
     """
     if checkpoint.is_empty:
@@ -44,24 +44,24 @@ def ancestors_of(checkpoint: Checkpoint, path: Path | None, mode: str) -> Lineag
 
 
 def ancestors_of_weights(source: Path, folder: Path | None) -> Lineage:
-    """The ancestors of a run that takes its first weights from `source`; `folder` is the checkpoint that it is of."""
+    """The ancestors of a run whose initial weights are from `source`. `folder` is the checkpoint with `source`."""
     if folder is not None:
         return descend(folder, "init_weights_from")
-    name = source.name if source.exists() else os.fspath(source)  # or the id of a model on the Hub
+    name = source.name if source.exists() else os.fspath(source)  # else it is the id of a model on the Hub
     return Lineage(ancestors=(Ancestor(how="init_weights_from", name=name),))
 
 
 def begin_lineage(context: RunContext, found: Lineage) -> None:
-    """Let the run have the ancestors `found`; all ranks call it."""
+    """Set the ancestors of the run. All ranks call this."""
     context.lineage = replace(context.lineage, ancestors=found.ancestors, omitted=found.omitted)
 
 
 def note_data(context: RunContext, data: TrainingData) -> None:
-    """Note the facts of the training data. Those of a private run would tell of its records."""
+    """Note the facts of the training data. A private run notes none, because they depend on its records."""
     if context.stack.is_private:
         return
     samples = hash_text(repr(sorted(data.sample_hashes.items()))) if data.sample_hashes else None
-    fingerprint = getattr(getattr(data.loader, "dataset", None), "_fingerprint", None)  # of a datasets.Dataset
+    fingerprint = getattr(getattr(data.loader, "dataset", None), "_fingerprint", None)  # private, of datasets.Dataset
     facts = {"length": data.training_set.length, "samples": samples}
     facts["fingerprint"] = fingerprint if isinstance(fingerprint, str) else None
     known = {name: value for name, value in facts.items() if value is not None}
@@ -69,14 +69,14 @@ def note_data(context: RunContext, data: TrainingData) -> None:
 
 
 def lineage_of(context: RunContext, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The lineage of a checkpoint or an export that is written now with this metadata."""
+    """The lineage of a checkpoint or an export with this metadata."""
     statement = metadata.get("privacy")
     digest = None if statement is None else digest_of(statement)
     return replace(context.lineage, environment=_environment(context.world), privacy_statement=digest).to_json()
 
 
 def _environment(world: World) -> dict[str, str]:
-    """What the bits of a training depend on besides the versions in the manifest. No name of a host."""
+    """The facts that determine the bits of a training, except for versions. It contains no host name."""
     device = torch.device(world.device)
     found = {"system": platform.system(), "machine": platform.machine(), "processes": str(world.size)}
     if device.type == "cuda" and torch.version.cuda is not None:

@@ -1,8 +1,8 @@
-"""A checkpoint on all ranks: each reads the files that the main process has chosen, or the main process sends them.
+"""Load a checkpoint on all ranks: each rank reads the files that the main process has chosen, or receives them.
 
-The main process finds and verifies the checkpoint. What is shared is its path and the hash of its manifest. A rank that
-finds the same manifest there reads the files itself. Where a rank does not, the main process sends one tensor after the
-other, and the rank keeps them in a temporary file. So no rank holds a state that it has not taken yet.
+The main process finds and verifies the checkpoint. It shares the path and the hash of the manifest. A rank that finds
+the same manifest at this path reads the files. To the other ranks, the main process sends one tensor at a time, and
+they store the tensors in a temporary file. So no rank has a whole state in memory before it loads it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ LOADING = "loading a checkpoint"
 
 
 class Reopen(Protocol):
-    """Reads what another rank has verified, such as `read_deferred`."""
+    """Reads a checkpoint, with `verified=True` one that another rank has verified. An example is `read_deferred`."""
 
     def __call__(self, path: Path, *, verified: bool) -> Checkpoint: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the main process has found a checkpoint, and the hash of its manifest; both travel as strings."""
+    """The path of a checkpoint on the main process, and the hash of its manifest, both as strings to send."""
 
     path: str
     manifest: str
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """The source at `path`."""
+        """The source with the checkpoint at `path`."""
         return cls(str(path), digest(read_small(path / MANIFEST)))
 
     def open(self, reopen: Reopen) -> Checkpoint | None:
-        """The checkpoint, if this rank finds it at the same path."""
+        """The checkpoint, or None if this rank does not find it at the same path."""
         path = Path(self.path)
         try:
             if digest(read_small(path / MANIFEST)) != self.manifest:
@@ -72,14 +72,14 @@ def load_on_all(
     on_rank_zero: OnRankZero,
     longest_s: float,
 ) -> Checkpoint:
-    """What `load` gives the main process, on all ranks, which call it together.
+    """Return the result of `load` on the main process, on all ranks. They call this together.
 
     Args:
-        load: gives the checkpoint and the folder that has it, if one does.
-        reopen: reads it on another rank that finds the folder.
-        world: of this rank.
-        on_rank_zero: calls a function on rank 0, for which the others wait; all get what it returns.
-        longest_s: how long a rank may take for its files.
+        load: returns the checkpoint and its folder, or None in place of the folder.
+        reopen: reads the checkpoint on another rank that finds the folder.
+        world: the world of this rank.
+        on_rank_zero: calls a function on rank 0 while the others wait, and returns its result on all ranks.
+        longest_s: the largest number of seconds in which a rank may read its files.
     """
     found: Checkpoint | None = None
 
@@ -99,12 +99,12 @@ def load_on_all(
 
 
 def share_checkpoint(found: Checkpoint | None, world: World, on_rank_zero: OnRankZero) -> Checkpoint:
-    """The checkpoint on each rank; all ranks call it.
+    """Return the checkpoint on each rank. All ranks call this together.
 
     Args:
-        found: on rank 0 what was loaded; on the others what they have opened themselves, or None.
-        world: of this rank.
-        on_rank_zero: calls a function on rank 0, for which the others wait; all get what it returns.
+        found: on rank 0 the loaded checkpoint; on the others the one that they have opened, or None.
+        world: the world of this rank.
+        on_rank_zero: calls a function on rank 0 while the others wait, and returns its result on all ranks.
     """
     missing = [rank for rank, has in enumerate(world.comm.gather(found is not None, LOADING)) if not has]
     if not missing:
@@ -133,7 +133,7 @@ def _is_large(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Stands in an outline for the tensor of this number."""
+    """The placeholder in an outline for the tensor with this number."""
 
     trainstack_sent_tensor: int
 
@@ -143,7 +143,7 @@ class _Sent:
 
 
 def _received(value: Any, spool: _Spool) -> Any:
-    """`value` with tensors in the place of what `_Sent` has become on the way: an object with that attribute."""
+    """`value` with tensors instead of the placeholders. After the transfer, `_Sent` is an object with its attribute."""
     number = getattr(value, "trainstack_sent_tensor", None)
     if number is not None:
         return spool.tensors[number]
@@ -157,10 +157,10 @@ def _received(value: Any, spool: _Spool) -> Any:
 
 
 class _Spool:
-    """Tensors in a temporary file without a name, which the ranks of one machine share.
+    """Stores tensors in an unlinked temporary file that the ranks of one machine share.
 
     Attributes:
-        tensors: that were appended, in their order.
+        tensors: the appended tensors, in their order.
     """
 
     tensors: list[DeferredTensor]
@@ -170,7 +170,7 @@ class _Spool:
 
     @classmethod
     def make(cls, world: World, *, is_missing: bool) -> _Spool:
-        """The spool of this rank; that of a rank that needs none keeps nothing. All ranks call it."""
+        """Make the spool of this rank. It stores nothing if no tensor is missing. All ranks call this together."""
         own = Path(tempfile.mkdtemp(prefix="trainstack-"), "tensors") if is_missing else None
         try:
             if own is not None:
@@ -181,14 +181,14 @@ class _Spool:
             world.comm.check_place(LOADING)
         finally:
             if own is not None:
-                with suppress(OSError):  # an open file has no name from here on; Windows keeps it
+                with suppress(OSError):  # the open file remains readable; Windows refuses to delete it
                     own.unlink()
                 with suppress(OSError):
                     own.parent.rmdir()
         return cls(file, writes=file is not None and found == own)
 
     def append(self, tensor: Tensor) -> None:
-        """Keep `tensor` at the end."""
+        """Store `tensor` at the end."""
         if self._file is None:
             return
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -223,7 +223,7 @@ LAZY = ("optimizers",)
 
 
 def with_own_values(checkpoint: Checkpoint, world: World) -> Checkpoint:
-    """`checkpoint` with values in all states of this rank, but for those that are restored tensor by tensor."""
+    """`checkpoint` with loaded values in the states of this rank, except for states that load one tensor at a time."""
     trainer, ranks = checkpoint.trainer_state, checkpoint.rank_states
     if ranks is not None and len(ranks) == world.size:
         ranks = [materialized(part) if rank == world.rank else part for rank, part in enumerate(ranks)]

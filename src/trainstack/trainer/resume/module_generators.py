@@ -22,12 +22,12 @@ def _find(context: RunContext) -> FoundGenerators:
 
 
 def get_generator_states(context: RunContext) -> dict[str, Any]:
-    """The states of all generators that a search of the module and the callbacks finds, by path."""
+    """The states of all generators in the module and the callbacks, by path."""
     return {path: get_generator_state(one) for path, one in _find(context).by_path.items()}
 
 
 def without_generators(old: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What `OldState.differing` returned, less what belongs to generators; None for nothing."""
+    """The result of `OldState.differing` without the entries of generators; None if nothing is left."""
     if old is None:
         return None
     values = [[path, value] for path, value in old["values"] if path[0] != GENERATORS]
@@ -36,7 +36,7 @@ def without_generators(old: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def put_back_generators(context: RunContext, states: Mapping[str, Any]) -> list[str]:
-    """Give the generators their states; returns the paths on which the two sides do not agree."""
+    """Set the states of the generators. Returns the paths that are on one side only, or whose state does not fit."""
     found = _find(context).by_path
     failed = sorted(found.keys() ^ states.keys())
     for path, generator in found.items():
@@ -49,9 +49,9 @@ def put_back_generators(context: RunContext, states: Mapping[str, Any]) -> list[
 
 
 def renew_generators(context: RunContext, streams: RandomStreams, *place: Place) -> None:
-    """Seed the generators of the process, the module and the callbacks in a private run, from the operating system.
+    """In a private run, seed the generators of the process, the module and the callbacks from the operating system.
 
-    With a debug seed they get the numbers of a place in the run. Earlier seeds have no effect.
+    With a debug seed, the seeds depend on a place in the run. Earlier seeds have no effect.
 
     Raises:
         PrivacyError: one of them cannot be seeded.
@@ -63,7 +63,7 @@ def renew_generators(context: RunContext, streams: RandomStreams, *place: Place)
             now.seed_each([generator], *place, rank, position)
         except Exception as error:
             raise PrivacyError(
-                f"{path} ({type(generator).__name__}) cannot be seeded, so its random numbers may be known outside: "
+                f"{path} ({type(generator).__name__}) cannot be seeded, so its random numbers may not be secret: "
                 f"{type(error).__name__}: {error}. Use torch.Generator(), numpy.random.default_rng() or "
                 "random.Random()."
             ) from error
@@ -71,14 +71,14 @@ def renew_generators(context: RunContext, streams: RandomStreams, *place: Place)
 
 
 def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Let the generators of the module and the callbacks go on as the checkpoint says; all ranks call it.
+    """Restore the generators of the module and the callbacks from the checkpoint. All ranks call this together.
 
-    With another number of ranks, generators that are equal on all of them, then and now, go on as they are. The others
-    are seeded anew by the seed of the run, the step and the rank, as the generators of the process are. A private run
-    seeds all of them when training begins.
+    With another number of ranks, generators that were and are equal on all ranks are restored. The others are seeded
+    from the seed of the run, the step and the rank, like the generators of the process. A private run seeds all of them
+    when training begins.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         ranks: the random states of the ranks that wrote the checkpoint.
     """
     world, state = context.world, context.state
@@ -100,26 +100,27 @@ def restore_generators(context: RunContext, ranks: Sequence[Mapping[str, Any]]) 
         failed = put_back_generators(context, saved[0])
         own = sorted(mine.keys() - shared)
         for path in own:
+            # 63 bits are the same number with and without a sign
             seed_generator(mine[path], mix(state.seed, state.global_step, world.size, world.rank, _number(path)) >> 1)
         if own:
             context.log.warning(
                 f"the generators {', '.join(own)} differ between the ranks, and the checkpoint has those of "
-                f"{len(saved)} rank{'s' * (len(saved) > 1)}. Each of the {world.size} ranks seeds them again, by the "
+                f"{len(saved)} rank{'s' * (len(saved) > 1)}. Each of the {world.size} ranks seeds them again from the "
                 "seed of the run, the step and the rank."
             )
     if failed:
         context.log.warning(
-            f"the module and the callbacks do not hold the random generators that they held when the checkpoint was "
-            f"written: {', '.join(failed)}. They go on as they were made. Make the same ones in __init__."
+            f"the module and the callbacks have other random generators than when the checkpoint was written: "
+            f"{', '.join(failed)}. These keep their initial states. Create the same ones in __init__."
         )
 
 
 def _number(path: str) -> int:
-    return int(hash_text(path), 16) >> 1
+    return int(hash_text(path), 16) >> 1  # a change of this number would change the seeds of resumed runs
 
 
 def warn_of_unreachable(context: RunContext) -> None:
-    """Name the generators that no checkpoint can hold."""
+    """Warn of generators that no checkpoint can store."""
     found = _find(context)
     if found.without_state:
         context.log.warning(
@@ -128,7 +129,7 @@ def warn_of_unreachable(context: RunContext) -> None:
         )
     if found.unsearched:
         context.log.warning(
-            f"in the module and the callbacks, {found.describe_unsearched()}: too large or too deep to be "
-            "searched whole for random generators. Those that were not found are not saved: return their states from "
+            f"in the module and the callbacks, {found.describe_unsearched()}: too large or too deep to be searched "
+            "completely for random generators. Generators that were not found are not saved: return their states from "
             "get_state."
         )

@@ -23,17 +23,17 @@ from trainstack.errors import UnsupportedStateError
 from trainstack.trainer.core.state_tree import SMALL, copied, lies_in, memory_of, same, size_of, tensors_in
 
 _LIBRARIES = ("torch", "apex", "trainstack")
-_MUTABLE = (MutableMapping, MutableSet, MutableSequence)  # others may hold them: they get their items back in place
+_MUTABLE = (MutableMapping, MutableSet, MutableSequence)  # restored in place, because other objects may hold them
 
 
 @functools.cache
 def _of_torch() -> frozenset[str]:
-    """The names that each optimizer has, and those that schedulers and scalers of torch 2.13.0 add."""
+    """The attributes of each optimizer, and those that schedulers and scalers of torch 2.13.0 add."""
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "grad_scale", "found_inf"}
 
 
 def own_attributes(optimizer: Any) -> dict[str, Any]:
-    """The attributes of an optimizer of a user's class, less those of `torch.optim.Optimizer`."""
+    """The attributes of an optimizer of a user's class, without those of `torch.optim.Optimizer`."""
     if type(optimizer).__module__.partition(".")[0] in _LIBRARIES:
         return {}
     return {name: value for name, value in vars(optimizer).items() if name not in _of_torch()}
@@ -48,7 +48,7 @@ def _is_storable(value: Any) -> bool:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether it is a container without tensors that may be a log rather than a state, such as a list of all rates."""
+    """Whether `value` is a large container without tensors, which is probably a log, such as a list of all rates."""
     return isinstance(value, _MUTABLE) and next(tensors_in(value), None) is None and size_of(value) > SMALL
 
 
@@ -59,13 +59,13 @@ def _has_parameters(value: Any) -> bool:
 class OptimizerAttributes:
     """Saves and restores the attributes that the class of an optimizer adds.
 
-    These are the tensors, and attributes that have changed since the optimizer was made: numbers, text, and containers
-    of them up to 64 KiB. A tensor that shares memory with the module or with the state of the optimizer is not kept.
+    It saves tensors, and attributes that have changed since the optimizer was made: numbers, text, and containers of
+    them up to 64 KiB. It does not save tensors that share memory with the module or with the state of the optimizer.
 
     Args:
-        optimizer: has not made a step.
-        module: has the parameters.
-        is_part: whether the optimizer is the part of one rank, so that its tensors are not those of all.
+        optimizer: the optimizer before its first step.
+        module: the module with the parameters.
+        is_part: whether the optimizer is the part of one rank. Its tensors are then not saved.
     """
 
     def __init__(self, optimizer: Any, module: nn.Module, *, is_part: bool = False) -> None:
@@ -78,11 +78,12 @@ class OptimizerAttributes:
                 self._made[name] = copied(value)
 
     def get_state(self, in_state: Iterable[Any] = ()) -> dict[str, Any]:
-        """`{"values": {name: value}, "on_host": [names]}`; the tensors of the latter are on the CPU, and the parameters
-        are not. Empty if there is nothing to keep.
+        """Return `{"values": {name: value}, "on_host": [names]}`, or an empty dict.
+
+        "on_host" names the values whose tensors are on the CPU while the parameters are on another device.
 
         Args:
-            in_state: the values of the state dict, which are left out if they are attributes too.
+            in_state: the values of the state dict. Attributes among them are omitted.
         """
         known = {id(value) for value in in_state if not isinstance(value, PLAIN)}
         mine = own_attributes(self._optimizer).items()
@@ -108,7 +109,7 @@ class OptimizerAttributes:
                 mine[name] = moved
 
     def find_lost(self) -> list[str]:
-        """The attributes that have changed and are not kept, each with its type; each is named once."""
+        """The attributes that have changed and are not saved, with their types. Each is returned once."""
         lost = []
         for name, value in own_attributes(self._optimizer).items():
             if _is_storable(value) and not _is_large(value):
@@ -138,7 +139,7 @@ class OptimizerAttributes:
 
 
 def _fingerprint(value: Any) -> str:
-    """A hash of an object, without the values of tensors and arrays; its `id` if it cannot be pickled."""
+    """A hash of an object without the values of tensors and arrays, or its `id` if it cannot be pickled."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(value)
@@ -155,12 +156,12 @@ class _Pickler(pickle.Pickler):
 
 
 class AttributeSnapshot:
-    """The own attributes of an optimizer as they are now, to be put back.
+    """A copy of the attributes that the class of an optimizer adds, to restore them.
 
     Args:
-        optimizer: has the attributes.
+        optimizer: the optimizer.
         on_host: copy tensors to the host's memory.
-        with_tensors: whether values of tensors are kept.
+        with_tensors: whether to copy the values of tensors.
     """
 
     def __init__(self, optimizer: Any, on_host: bool, with_tensors: bool) -> None:
@@ -177,7 +178,7 @@ class AttributeSnapshot:
         self._generators = [(one, get_generator_state(one)) for one in others]
 
     def restore(self) -> None:
-        """Put everything back; attributes that came later go."""
+        """Restore the attributes. Attributes that were added later are deleted."""
         mine = vars(self._optimizer)
         for name in own_attributes(self._optimizer).keys() - self._kept.keys():
             del mine[name]
@@ -196,7 +197,7 @@ def _with_same_tensors(value: Any) -> Any:
 
 
 def _refill(container: Any, items: Any) -> None:
-    """Give a container, which other objects may hold, the items that it had."""
+    """Replace the items of a container in place, because other objects may hold it."""
     if isinstance(container, MutableMapping | MutableSet):
         container.clear()
         container.update(items) if isinstance(container, MutableMapping) else container.__ior__(items)

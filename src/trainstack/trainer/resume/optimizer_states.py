@@ -37,24 +37,29 @@ _Record = Mapping[str, Any]
 
 
 class OptimizerStates:
-    """The optimizers and schedulers of a run, as a checkpoint holds them.
+    """Saves and loads the optimizers and schedulers of a run.
 
     The record of an optimizer is `{"class": ..., "groups": [{"params": [names], options...}], "state": {name: ...}}`.
-    Beside these there may be `"joined"`, names of parameters that were added during training; `"ordered"`, True where
-    the state fits the order of the parameters only; and `"state_dict"` in place of `"state"`, where the optimizer has a
-    form of its own. `"dtypes"` are those of the parameters that are not float32, and `"attributes"` what
-    `OptimizerAttributes` keeps. `"made"` holds the options with which the groups were made, and `"first"` the
-    names in these groups, where the same parameters are in other groups now. The record of a scheduler
-    names its class and the number of its optimizer; its `"made"` holds its first values.
+    Further keys are optional:
+
+    - `"joined"`: the names of parameters that were added during training.
+    - `"ordered"`: True if the state depends on the order of the parameters.
+    - `"state_dict"`, instead of `"state"`: a state dict that has another form than torch's.
+    - `"dtypes"`: the dtypes of the parameters that are not float32.
+    - `"attributes"`: the state of `OptimizerAttributes`.
+    - `"made"`: the initial options of the groups.
+    - `"first"`: the names in the initial groups, if the same parameters are in other groups now.
+
+    The record of a scheduler has its class, the number of its optimizer, its state, and in `"made"` its first values.
 
     Args:
-        work: has the optimizers and the module. The optimizers have the parameters that they were made with.
-        schedules: have the schedulers, which have written their first values into the optimizers.
+        work: the workload, whose optimizers still have their initial parameters.
+        schedules: the schedulers, which have already written their first values into the optimizers.
 
     Attributes:
         same_settings: whether `update_state` refuses optimizers that were made with other settings. Otherwise they
-            continue with those of the checkpoint.
-        changes: the settings that the last `update_state` has found to differ.
+            continue with the settings of the checkpoint.
+        changes: the settings that differed in the last `update_state`.
     """
 
     def __init__(self, work: Workload, schedules: Schedules) -> None:
@@ -74,9 +79,9 @@ class OptimizerStates:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """A block in which `get_state` has the states of optimizers that are divided among ranks, on rank 0.
+        """A block in which `get_state` on rank 0 has the whole states of optimizers that are divided among ranks.
 
-        All ranks enter it. `ZeroRedundancyOptimizer` sends its parts to rank 0 there, as torch does, by pickle.
+        All ranks enter it. `ZeroRedundancyOptimizer` then sends its parts to rank 0 by pickle.
         """
         divided: list[Any] = [one for one in self._work.optimizers if is_divided(one)]
         for optimizer in divided:
@@ -86,7 +91,7 @@ class OptimizerStates:
             yield
         finally:
             self._is_whole = False
-            for optimizer in divided:  # torch 2.13.0 keeps a copy, which would be old at the next checkpoint
+            for optimizer in divided:  # torch 2.13.0 keeps a copy in a private list, which would use memory
                 with suppress(AttributeError):
                     optimizer._all_state_dicts.clear()
 
@@ -109,14 +114,14 @@ class OptimizerStates:
         }
 
     def warn_of_lost(self, log: RunLogger) -> None:
-        """Name the attributes of optimizers that have changed and that a checkpoint cannot hold."""
+        """Warn of changed attributes of optimizers that a checkpoint cannot store."""
         for number, attributes in enumerate(self._attributes):
             lost = attributes.find_lost()
             if lost:
                 log.warning(
                     f"optimizer {number} ({type(self._work.optimizers[number]).__name__}) has changed its attributes "
-                    f"{', '.join(lost)}, which a checkpoint cannot store: a resumed run has them as __init__ makes "
-                    "them. Add their values to state_dict(), and take them back in load_state_dict()."
+                    f"{', '.join(lost)}, which a checkpoint cannot store: in a resumed run they have the values of "
+                    "__init__. Add their values to state_dict(), and load them in load_state_dict()."
                 )
 
     def _record_of(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
@@ -155,7 +160,7 @@ class OptimizerStates:
         return record | {"made": [*made, *({} for _ in range(len(optimizer.param_groups) - len(made)))]}
 
     def _has_other_groups(self, number: int, optimizer: Optimizer) -> bool:
-        """Whether a parameter that an optimizer was made with has changed its place."""
+        """Whether one of the initial parameters of an optimizer is in another place now."""
         first = [list(map(id, own)) for own in self._first[number]]
         now = [list(map(id, group["params"])) for group in optimizer.param_groups]
         added = [ids[len(own) :] for ids, own in zip_longest(now, first, fillvalue=())]
@@ -175,8 +180,8 @@ class OptimizerStates:
                 raise
             raise UnsupportedStateError(
                 f"optimizer {number} ({type(optimizer).__name__}) has the state of a parameter of shape "
-                f"{tuple(lost[0].shape)} that is in none of its groups, so a checkpoint has no name for it. Where you "
-                "replace a parameter in a group, write optimizer.state[new] = optimizer.state.pop(old); where you "
+                f"{tuple(lost[0].shape)} that is in none of its groups, so a checkpoint has no name for it. When you "
+                "replace a parameter in a group, write optimizer.state[new] = optimizer.state.pop(old). When you "
                 "remove one, write optimizer.state.pop(old)."
             ) from error
 
@@ -189,17 +194,17 @@ class OptimizerStates:
         return Groups(self._work.module, held, [group.get("name") for group in optimizer.param_groups])
 
     def update_state(self, state: Mapping[str, Any], log: RunLogger) -> None:
-        """Take back what `get_state` returned.
+        """Load the result of `get_state`.
 
         Raises:
-            CheckpointMismatchError: optimizers, their groups or schedulers are not those of the checkpoint.
+            CheckpointMismatchError: the checkpoint has other optimizers, groups or schedulers.
         """
         optimizers, records = self._work.optimizers, state["optimizers"]
         self.changes = []
         if any(not isinstance(record, Mapping) or "groups" not in record for record in records):
             raise CheckpointMismatchError(
-                "the checkpoint numbers the parameters of its optimizers, as an older version of trainstack did. Its "
-                "weights can be used: write resume_mode='weights'."
+                "the checkpoint is from an older version of trainstack, and numbers the parameters of its optimizers. "
+                "To use only its weights, write resume_mode='weights'."
             )
         _check_count("optimizer", len(optimizers), len(records))
         places = self._match_optimizers([as_made(record) for record in records])
@@ -207,7 +212,7 @@ class OptimizerStates:
         self._load_schedulers(state["schedulers"], places, orders)
 
     def _match_optimizers(self, records: Sequence[_Record]) -> list[int]:
-        """For each optimizer, the number of its record: the one with the same parameters, wherever it is."""
+        """For each optimizer, the number of the record with the same parameters."""
         by_name = {name: id_ for id_, names in parameter_names(self._work.module).items() for name in names}
 
         def ids(names: Iterable[str]) -> frozenset[int | None]:
@@ -224,7 +229,7 @@ class OptimizerStates:
         return list(range(len(mine)))
 
     def _load(self, number: int, records: Sequence[_Record], place: int, log: RunLogger) -> list[int]:
-        """Give an optimizer its state; returns, for each of its groups, the number of the checkpoint's."""
+        """Load the state of an optimizer. Returns, for each group, the number of the group in the checkpoint."""
         optimizer, record = self._work.optimizers[number], records[place]
         kind, what = type(optimizer).__name__, f"optimizer {number} ({type(optimizer).__name__})"
         if kind != record["class"]:
@@ -233,8 +238,8 @@ class OptimizerStates:
             )
         if record.get("state", record.get("state_dict")) is None:
             raise CheckpointMismatchError(
-                f"the checkpoint lacks the state of {what}, which is divided among ranks: it was written after an "
-                "exception, by one rank alone. Resume from the newest checkpoint before it."
+                f"the checkpoint lacks the state of {what}, which is divided among ranks: one rank wrote it after an "
+                "exception. Resume from the newest checkpoint before it."
             )
         groups = self._groups_of(optimizer)
         others = {i: self._groups_of(one) for i, one in enumerate(self._work.optimizers) if i != number}
@@ -267,7 +272,7 @@ class OptimizerStates:
     def _add_joined(
         self, what: str, optimizer: Optimizer, record: _Record, joined: Sequence[Sequence[Tensor]], log: RunLogger
     ) -> None:
-        """Give the optimizer the parameters that were added to it during training: to its groups, or as new ones."""
+        """Add the parameters that were added during training, to the groups of the optimizer or in new groups."""
         for number, parameters in enumerate(joined):
             if not parameters:
                 continue
@@ -280,11 +285,11 @@ class OptimizerStates:
             optimizer.add_param_group({**options, "params": list(parameters)})
         count = sum(map(len, joined))
         if count:
-            log.info(f"{what} takes back {count} parameter{'s' * (count > 1)} that joined during training.")
+            log.info(f"{what} has {count} parameter{'s' * (count > 1)} again that joined during training.")
 
     def _compare_settings(self, number: int, what: str, record: _Record, order: Sequence[int]) -> None:
-        """Compare the options with which the groups were made, then and now: what schedulers and hooks have written
-        since is no difference of settings."""
+        """Compare the initial options of the groups, then and now. Later changes by schedulers and hooks do not count
+        as other settings."""
         then = [record["made"][place] if place < len(record["made"]) else {} for place in order]
         now = self._made[number]
         for position, (mine, theirs) in enumerate(zip(now, then, strict=False)):
@@ -296,7 +301,7 @@ class OptimizerStates:
                 if self.same_settings:
                     raise CheckpointMismatchError(
                         f"{what} was made with {option}={mine[key]!r}, and that of the run in this folder with "
-                        f"{theirs[key]!r}. {OTHER_RUN} To use the new value from here on, write "
+                        f"{theirs[key]!r}. {OTHER_RUN} To continue with the new value, write "
                         "reset_optimizers_schedulers=True."
                     )
                 group = f"groups.{position}." if len(now) > 1 else ""
@@ -338,7 +343,7 @@ def _check_count(kind: str, mine: int, saved: int) -> None:
 
 
 def is_divided(optimizer: Any) -> bool:
-    """Whether each rank holds a part of the state, which the optimizer can bring together."""
+    """Whether each rank has a part of the state, and the optimizer can gather it."""
     return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 
@@ -355,7 +360,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _match_schedulers(wanted: Sequence[tuple[str, int | None]], records: Sequence[_Record]) -> list[int]:
-    """For each scheduler, the number of the record of its class and optimizer; several of one kind by their order."""
+    """For each scheduler, the number of the next record with its class and optimizer."""
     left = [(record["class"], record["optimizer"]) for record in records]
     found = list[int]()
     for position, (kind, optimizer) in enumerate(wanted):
@@ -383,15 +388,15 @@ def _in_order(what: str, scheduler: Any, state: Any, order: Sequence[int]) -> An
     """`state` with its values for groups in the order of this run.
 
     Raises:
-        CheckpointMismatchError: the groups are in another order, and `scheduler` is none of torch's.
+        CheckpointMismatchError: the groups are in another order, and the class of `scheduler` is not from torch.
     """
     if list(order) == sorted(order):
         return state
     if not type(scheduler).__module__.startswith("torch."):
         raise CheckpointMismatchError(
-            f"the parameter groups are in another order than in the checkpoint, and {what} may hold values in the "
-            f"order of the groups. Make the groups in the order of the checkpoint: {list(order)} counts from 0, by "
-            "its numbers."
+            f"the parameter groups are in another order than in the checkpoint, and {what} may have values in the "
+            f"order of the groups. Create the groups in the order of the checkpoint. Their positions in it are "
+            f"{list(order)}, counted from 0."
         )
     return {key: _one_in_order(key, value, order) for key, value in state.items()}
 
@@ -405,13 +410,13 @@ def _one_in_order(key: str, value: Any, order: Sequence[int]) -> Any:
 
 
 def _settings_of(scheduler: Any) -> dict[str, Any]:
-    """The length of a new scheduler, and the attributes of the objects that give its rates, which they may change."""
-    state: dict[str, Any] = getattr(scheduler, "state_dict", dict)()  # a run that saves nothing needs none
+    """The length of a new scheduler, and the attributes of its `lr_lambdas` objects."""
+    state: dict[str, Any] = getattr(scheduler, "state_dict", dict)()  # not required if the run saves nothing
     return {key: copied(state[key]) for key in ("total_steps", "T_max", "total_iters", "lr_lambdas") if key in state}
 
 
 def _other_lengths(position: int, mine: _Record, theirs: _Record) -> list[Change]:
-    """A schedule keeps the length from the beginning of the run, also if the run is longer now."""
+    """The changes of a scheduler's length. A resumed schedule keeps its first length, also in a longer run."""
     keys = [key for key in mine if key in theirs and not same(mine[key], theirs[key])]
     return [_not_used(f"schedulers.{position}.{key}", theirs[key], mine[key]) for key in keys]
 

@@ -1,4 +1,4 @@
-"""`take_own_states` gives a rank its own values where the states in a checkpoint differ between ranks."""
+"""`take_own_states` selects the values of a rank in a checkpoint whose states differ between ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _Redistribute = Callable[[Sequence[Any], int, int], Any]
 
 
 def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequence[str]) -> Checkpoint:
-    """`checkpoint` with the values of this rank; all ranks call it.
+    """`checkpoint` with the values of this rank. All ranks call this together.
 
     Args:
-        checkpoint: as it was loaded, the same on all ranks.
-        context: of the run.
-        wanted: names of the states that the run takes from it.
+        checkpoint: the loaded checkpoint, the same on all ranks.
+        context: the context of the run.
+        wanted: names of the states that the run uses.
 
     Raises:
-        CheckpointMismatchError: the values of the ranks were not kept, or were written by another number of ranks and
-            nobody can redistribute them.
+        CheckpointMismatchError: the values of the ranks were not stored, or another number of ranks wrote them and no
+            `redistribute_state` is defined.
     """
     world, parts = context.world, checkpoint.rank_states
     if parts is None:
@@ -50,8 +50,8 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
         if lost:
             raise CheckpointMismatchError(
                 f"these states differ between the ranks: {', '.join(lost)}; and "
-                f"{type(context.checkpointer).__name__} has not kept Checkpoint.rank_states. Let its save keep "
-                "all fields of the checkpoint, and its load return them."
+                f"{type(context.checkpointer).__name__} has not stored Checkpoint.rank_states. Store all fields of the "
+                "checkpoint in its save, and return them in its load."
             )
         return _with_fresh_differences(checkpoint, context, wanted)
     trees = _trees_of(checkpoint)
@@ -79,7 +79,7 @@ def take_own_states(checkpoint: Checkpoint, context: RunContext, wanted: Sequenc
 
 
 def _without_own_extras(extras: Any, parts: Sequence[Mapping[str, Part]], context: RunContext) -> Any:
-    """`extras` without what differs between the ranks that wrote the checkpoint."""
+    """`extras` without the items that differ between the ranks that wrote the checkpoint."""
     places = sorted({place for part in parts for place in places_in(part.get(EXTRAS, {}), ())}, key=repr)
     for *path, key in places:
         removal: Part = {key: []}
@@ -89,32 +89,32 @@ def _without_own_extras(extras: Any, parts: Sequence[Mapping[str, Part]], contex
     if places:
         context.log.warning(
             f"{', '.join(str(place[-1]) for place in places)} differ between the {len(parts)} ranks that wrote the "
-            f"checkpoint, and are not in state_dict. There are {context.world.size} ranks now, so they begin as the "
-            "module makes them. Return them from get_state and define redistribute_state to divide them."
+            f"checkpoint, and are not in state_dict. There are {context.world.size} ranks now, so they keep the "
+            "initial values of the module. To divide them, return them from get_state and define redistribute_state."
         )
     return extras
 
 
 def restore_own_buffers(checkpoint: Checkpoint, context: RunContext) -> None:
-    """Give the module the buffers that differ between ranks, after all ranks have begun with those of rank 0."""
+    """Restore the buffers that differ between ranks. Call this after the broadcast of the values of rank 0."""
     if checkpoint.rank_states:
         own = apply_part(checkpoint.module_interface_state, checkpoint.rank_states[0][MODULE])
         update_module(context.module, own)
 
 
 def update_module(module: nn.Module, state: Any) -> None:
-    """`module.update_state` with a copy of `state`, which the module may keep and write to.
+    """Call `module.update_state` with a copy of `state`, which the module may keep and write to.
 
-    Where only methods of torch take the state, each deferred tensor is copied into the parameter or buffer of its name
-    before, one at a time, and the call is given that one. User code gets all values at once, and so do the quantized
-    and lazy parameters of other libraries.
+    If only methods of torch load the state, each deferred tensor is first copied into the parameter or buffer of its
+    name, one at a time, and `update_state` receives that tensor. User code receives all values at once, and so do the
+    quantized and lazy parameters of other libraries.
     """
     update: Any = module.update_state
     if overrides_update_state(module) or type(state) not in (dict, OrderedDict):
         state = copied(state)
         update(fit_shards(state, module.get_state()) if has_shards(module) else state)  # type: ignore[operator]
         return
-    module.state_dict()  # makes the parameters of a sharded module sharded, if an evaluation has gathered them
+    module.state_dict()  # shards the parameters of a sharded module again, if an evaluation has gathered them
     names = {without_wrappers(name): one for name, one in module.named_parameters(remove_duplicate=False)}
     targets: dict[str, Tensor] = {}
     if is_loaded_by_torch(module):
@@ -131,7 +131,7 @@ def update_module(module: nn.Module, state: Any) -> None:
 
 
 def has_memory_for(target: Tensor, value: Tensor) -> bool:
-    """Whether `target` has memory for `value`, which `load_state_dict` would copy into it."""
+    """Whether the values of `value` can be copied into `target`, as `load_state_dict` would."""
     if is_sharded(target):
         return target.shape == value.shape
     is_plain = type(target) in (Tensor, nn.Parameter) and inner_tensors(target.data) is None
@@ -139,7 +139,8 @@ def has_memory_for(target: Tensor, value: Tensor) -> bool:
 
 
 def is_loaded_by_torch(module: nn.Module) -> bool:
-    """Whether no code but torch's sees what `load_state_dict` of `module` is given."""
+    """Whether only code of torch receives the argument of `load_state_dict` of `module`."""
+    # `_load_from_state_dict` and `_load_state_dict_pre_hooks` are private; checked on torch 2.13.0
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return False
     return all(
@@ -154,12 +155,12 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def overrides_update_state(module: nn.Module) -> bool:
-    """Whether the class of `module` has another `update_state` than `ModuleInterface`."""
+    """Whether the class of `module` overrides `ModuleInterface.update_state`."""
     return getattr(type(module), "update_state", None) is not ModuleInterface.update_state
 
 
 def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
-    """`part` without the leaves that have the name of a buffer, and those alone."""
+    """Split `part` into the leaves that do not have the name of a buffer, and those that do."""
     names = {name for name, _ in context.module.named_buffers()}
     if isinstance(part, list):
         return part, {}
@@ -175,10 +176,10 @@ def _without_buffers(part: Part, context: RunContext) -> tuple[Part, Part]:
 
 
 def comparable(states: Mapping[str, Any], stack: TrainerBackend) -> dict[str, Any]:
-    """`states` without those of rank 0 alone.
+    """`states` without the states that only rank 0 saves.
 
-    These are notes of the trainer on its callbacks, such as how they were made, perhaps by rank, and the
-    `rank_zero_state` of layers.
+    These are the notes of the trainer on its callbacks, which may depend on the rank, and the `rank_zero_state` of
+    layers.
     """
     found = dict(states)
     if CALLBACKS in states:
@@ -216,12 +217,12 @@ def _with_trees(checkpoint: Checkpoint, trees: Mapping[str, Any], later: Part | 
 def _redistribute(
     everyone: Mapping[str, Sequence[Any]], names: Sequence[str], context: RunContext
 ) -> tuple[dict[str, Any], list[str]]:
-    """The states of this rank, as far as somebody makes them, and the names of the leaves that nobody redistributes.
+    """The redistributed states of this rank, and the names of the leaves without a `redistribute_state`.
 
     Args:
-        everyone: by name, the states of all ranks that wrote the checkpoint.
-        names: of the leaves that differ.
-        context: of the run.
+        everyone: the states of all ranks that wrote the checkpoint, by name.
+        names: the names of the leaves that differ.
+        context: the context of the run.
     """
     made, left = dict[str, Any](), list(names)
     rank, size = context.world.rank, context.world.size
@@ -248,9 +249,9 @@ def _method_of(owner: object, base: type) -> _Redistribute | None:
 
 
 def _with_fresh_differences(checkpoint: Checkpoint, context: RunContext, wanted: Sequence[str]) -> Checkpoint:
-    """Look whether the ranks make different states, of which a checkpoint of one or equal ranks has one value.
+    """Find initial states that differ between the ranks, while the checkpoint has one value for all ranks.
 
-    A module that redistributes its state does so; about the others there is a warning.
+    `redistribute_state` is called for them. Without it, there is a warning.
     """
     before = len((checkpoint.rng_state or {}).get("ranks", ())) or context.world.size
     if context.world.size == 1 or before == context.world.size:
@@ -261,7 +262,7 @@ def _with_fresh_differences(checkpoint: Checkpoint, context: RunContext, wanted:
             CALLBACKS: context.events.get_state(),
             USER: context.user_state.get_state(),
         }
-    except Exception:  # a state may need what the checkpoint has
+    except Exception:  # `get_state` may need objects that `update_state` makes
         states = {}
     module, trees = context.module, _trees_of(checkpoint)
     known = (*module.parameters(), *module.buffers())
@@ -274,8 +275,8 @@ def _with_fresh_differences(checkpoint: Checkpoint, context: RunContext, wanted:
     made, left = _redistribute(everyone, sorted(map(describe_place, places)), context)
     if left:
         context.log.warning(
-            f"these states differ between the ranks as they were made: {', '.join(left)}; and the checkpoint, of "
-            f"{before} rank{'s' * (before > 1)}, has one value, which all ranks get. Define redistribute_state(self, "
-            "states, rank, world_size) to make the value of each rank."
+            f"the initial values of these states differ between the ranks: {', '.join(left)}; and the checkpoint, of "
+            f"{before} rank{'s' * (before > 1)}, has one value, which all ranks get. To make the value of each rank, "
+            "define redistribute_state(self, states, rank, world_size)."
         )
     return _with_trees(checkpoint, {**trees, **made})

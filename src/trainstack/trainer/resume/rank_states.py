@@ -1,4 +1,4 @@
-"""States that differ between ranks: which leaves do, the part of each rank, and the way back."""
+"""Find the leaves of states that differ between ranks, gather them by rank, and put them back into a state."""
 
 from __future__ import annotations
 
@@ -19,29 +19,31 @@ from trainstack.trainer.core.fingerprints import checksums, hash_text
 Place = tuple[Any, ...]
 """The keys that lead to a leaf of a state tree."""
 Part = dict[Any, Any] | list[Any]
-"""The leaves of one rank that differ: a tree of dicts, in which each leaf is a list. The list
-holds the value, or nothing where the rank has no such leaf."""
+"""The differing leaves of one rank: a tree of dicts, in which each leaf is a list. The list has the value, or is empty
+if the rank has no such leaf."""
 
 _DICTS = (dict, OrderedDict)
 _MAX_DEPTH = 64
+"""Deeper dicts are leaves, which limits the recursion. No real state is nearly as deep."""
 
 
 def divide_by_rank(
     comm: Communicator, states: Mapping[str, Any], replicated: Iterable[Tensor], *, everywhere: bool = False
 ) -> tuple[list[dict[str, Any]] | None, list[Place]]:
-    """Find the leaves of `states` that are not the same bits on all ranks, and bring them together.
+    """Find the leaves of `states` whose bits differ between ranks, and gather them.
 
-    All ranks call it, and all get the same places. Dicts are gone through, everything else is a leaf.
+    All ranks call this together, and get the same places. The items of dicts are compared separately; every other value
+    is a leaf.
 
     Args:
-        comm: of the ranks.
+        comm: the communicator of the ranks.
         states: the state trees of this rank, by name.
-        replicated: tensors that are known to be the same on all ranks; leaves that are these very tensors are left out.
-        everywhere: whether all ranks get the parts of all, in place of rank 0 alone.
+        replicated: tensors that are equal on all ranks. Leaves that share their memory are omitted.
+        everywhere: whether all ranks get the parts of all ranks. By default only rank 0 does.
 
     Returns:
-        The part of each rank, on others than rank 0 their own alone, and the places of the leaves; None and no places
-        where nothing differs.
+        the part of each rank (on ranks other than 0, only that of the rank itself), and the places of the leaves; None
+        and no places if nothing differs.
     """
     if comm.size == 1:
         return None, []
@@ -67,11 +69,11 @@ def divide_by_rank(
 
 
 _OPEN = "open dict"
-"""Marks a dict with replicated tensors in it, which is never stored whole for a rank."""
+"""Marks a dict that contains replicated tensors. It is never stored as a whole for a rank."""
 
 
 class _Leaves:
-    """Texts that are equal where the bits of leaves are; values are read from a device once, for all of them."""
+    """Computes a text for each leaf, equal for equal bits. It reads from each device once, for all leaves."""
 
     def __init__(self, known: set[Any]) -> None:
         self._known = known
@@ -79,11 +81,11 @@ class _Leaves:
         self._tensors = list[tuple[Place, Tensor]]()
 
     def add(self, value: Any, place: Place) -> bool:
-        """Add the value at `place`; returns whether a replicated tensor was in it."""
+        """Add the value at `place`. Returns whether it contains a replicated tensor."""
         if type(value) in _DICTS and len(place) < _MAX_DEPTH:
             opened = [self.add(item, (*place, key)) for key, item in value.items()]
             is_open = any(opened)
-            # A plain dict may come from a set of texts, whose order is another one in each process.
+            # The order of a plain dict may come from a set of strings, which each process iterates in another order.
             keys = list(value) if type(value) is OrderedDict else sorted(value, key=repr)
             self._texts[place] = _OPEN if is_open or not place else f"{type(value).__name__} {keys}"
             return is_open
@@ -106,7 +108,7 @@ _UNORDERED = (format.SET, format.FROZENSET, format.DICT, format.DEFAULTDICT, for
 
 
 def _sorted(tree: Any) -> Any:
-    """`tree` of JSON with the items of sets and plain dicts in one order."""
+    """`tree` of JSON with sorted items of sets and plain dicts."""
     if isinstance(tree, list):
         return [_sorted(item) for item in tree]
     if not isinstance(tree, dict):
@@ -118,7 +120,7 @@ def _sorted(tree: Any) -> Any:
 
 
 def _outermost(differing: Sequence[Place], opened: set[Place]) -> list[Place]:
-    """The places that are stored: a dict whose keys differ as a whole, unless it is to be gone through."""
+    """The places to store. A dict whose keys differ is stored as a whole, unless it contains replicated tensors."""
     whole = {place for place in differing if place not in opened}
     return [place for place in whole if not any(place[:length] in whole for length in range(len(place)))]
 
@@ -138,7 +140,7 @@ def _put(tree: dict[Any, Any], place: Place, leaf: list[Any]) -> None:
 
 
 def apply_part(tree: Any, part: Part) -> Any:
-    """`tree` with the leaves of `part` in it; `tree` itself stays as it is."""
+    """A copy of `tree` with the leaves of `part`. `tree` is not changed."""
     if isinstance(part, list):
         return part[0] if part else None
     out = copy.copy(tree) if isinstance(tree, Mapping) else {}

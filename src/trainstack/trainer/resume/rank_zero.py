@@ -1,4 +1,4 @@
-"""Ranks wait in the store while files are read or written, so that this does not count as time in a collective."""
+"""Ranks wait in the store while files are read or written, so that the wait does not count as time in a collective."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from trainstack.backends import Communicator, World
 from trainstack.errors import PeerError
 
 _BEAT_S = 1.0
-"""How often a rank tells the others that it is alive, while it reads or writes files."""
+"""Seconds between two heartbeats of a rank that reads or writes files."""
 
 _SILENCE_S = 5.0
-"""Without a beat for so long, the others go to the collective. There they find out whether the rank has ended."""
+"""Seconds without a heartbeat, five of them, after which the others enter the collective. The collective reports
+whether the rank has ended."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.5
-"""Between two looks at the store; the pause doubles. There is one store for all ranks."""
+"""Seconds between two reads of the store. The pause doubles from the first to the last, because all ranks use the same
+store: a short wait ends at once, and a long one costs two requests in a second."""
 
 _DONE = "done"
 
 _waits: WeakKeyDictionary[Communicator, int] = WeakKeyDictionary()
-"""How often the ranks of a communicator have waited for files; the same number on all ranks."""
+"""The number of waits for files of each communicator. It is the same on all ranks."""
 
 Ask = Callable[[str], None]
-"""Lets all other ranks begin to answer a request."""
+"""Sends a request to all other ranks."""
 
 
 @contextmanager
 def wait_for_rank_zero(
-    world: World, what: str, longest_s: float, answer: Callable[[str], None] | None = None
+    world: World, task: str, longest_s: float, answer: Callable[[str], None] | None = None
 ) -> Iterator[Ask]:
-    """A block that rank 0 carries out; the others pass through it at once and wait at its end. All ranks enter it.
+    """A block whose work rank 0 does, while the others wait at its end. All ranks enter it.
 
-    Rank 0 may ask for something in the block, which all ranks do together, such as a collective. It gets a function
-    that takes a request; the others call `answer` with the request, in the order of rank 0.
+    In the block, rank 0 may send requests for work that all ranks do together, such as a collective. The block gives it
+    a function that sends a request. The others call `answer` with each request, in the order of rank 0.
 
-    The wait ends when rank 0 has left the block, when it has sent no heartbeat for some seconds, or when the store
-    is gone. In the last two cases the collective that follows reports what happened, within its own time limit.
+    The wait ends when rank 0 has left the block, when its heartbeat has been missing for some seconds, or when the
+    store is lost. In the last two cases the next collective reports the cause, within its time limit.
 
     Args:
-        world: of this rank.
-        what: what rank 0 does, for the message.
-        longest_s: seconds after which a rank gives up although rank 0 is alive; for each request anew.
-        answer: does what rank 0 asks for, on the other ranks.
+        world: the world of this rank.
+        task: the work of rank 0, for the message.
+        longest_s: seconds to wait, for each request, until a rank raises although rank 0 is alive.
+        answer: does the requested work on the other ranks.
 
     Raises:
-        PeerError: rank 0 is alive, and was not done after `longest_s`.
+        PeerError: rank 0 is alive and has not finished after `longest_s`.
     """
     if world.size == 1:
         yield lambda request: None
@@ -57,7 +59,7 @@ def wait_for_rank_zero(
     key, count = _next_key(world.comm), 0
     if not world.is_main:
         yield lambda request: None
-        wait = _Wait(world, 0, f"{key}/beat", what, longest_s)
+        wait = _Wait(world, 0, f"{key}/beat", task, longest_s)
         while (request := wait.text(f"{key}/{count}")) not in (None, _DONE):
             assert answer is not None
             answer(str(request))
@@ -73,16 +75,16 @@ def wait_for_rank_zero(
         try:
             yield ask
         finally:
-            with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
+            with suppress(RuntimeError):  # the next collective reports a lost store
                 world.comm.put(f"{key}/{count}", _DONE)
 
 
 @contextmanager
-def wait_for_all_ranks(world: World, what: str, longest_s: float) -> Iterator[None]:
-    """A block in which each rank reads files, and which all leave together; as `wait_for_rank_zero`.
+def wait_for_all_ranks(world: World, task: str, longest_s: float) -> Iterator[None]:
+    """A block in which each rank reads files, and that all ranks leave together. See `wait_for_rank_zero`.
 
     Raises:
-        PeerError: a rank failed in its block, or it is alive and was not done after `longest_s`.
+        PeerError: a rank failed in its block, or is alive and has not finished after `longest_s`.
     """
     if world.size == 1:
         yield
@@ -91,12 +93,12 @@ def wait_for_all_ranks(world: World, what: str, longest_s: float) -> Iterator[No
     with _beating(comm, f"{key}/{world.rank}"):
         yield
         comm.put(f"{key}/{world.rank}/{_DONE}", "")
-        with wait_for_rank_zero(world, what, longest_s):
+        with wait_for_rank_zero(world, task, longest_s):
             for rank in range(1, world.size if world.is_main else 1):
-                wait = _Wait(world, rank, f"{key}/{rank}/beat", what, longest_s)
+                wait = _Wait(world, rank, f"{key}/{rank}/beat", task, longest_s)
                 if wait.text(f"{key}/{rank}/{_DONE}") is None:
                     break
-        comm.check_place(what)  # a rank that failed in its block ends the others here, before they do anything more
+        comm.check_place(task)  # raises here, before further work, if a rank has failed in its block
 
 
 def _next_key(comm: Communicator) -> str:
@@ -124,24 +126,25 @@ def _beating(comm: Communicator, key: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """A wait of a rank for another one, which is alive as long as it changes its beat."""
+    """Waits for another rank, which is alive while its heartbeat changes."""
 
     world: World
     rank: int
     beat: str
-    what: str
+    task: str
     longest_s: float
 
     def text(self, key: str) -> str | None:
-        """What lies under `key`, once it is there; None if the rank is silent, or this one has to stop.
+        """Wait for the text under `key`. None if the other rank is silent, or if a rank has failed.
 
         Raises:
-            PeerError: it is not there after `longest_s`.
+            PeerError: the text is missing after `longest_s`.
         """
+        # all ranks together read the store at most 200 times in a second
         world, longest_pause = self.world, max(_LAST_PAUSE_S, self.world.size / 200)
         began = heard = now = time.monotonic()
         last, pause = None, _FIRST_PAUSE_S
-        with suppress(RuntimeError):  # a store that is gone shows in the collective that follows
+        with suppress(RuntimeError):  # the next collective reports a lost store
             while now - began <= self.longest_s:
                 if (found := world.comm.get_if_all([key])) is not None:
                     return found[0]
@@ -154,7 +157,6 @@ class _Wait:
         if now - began <= self.longest_s:
             return None
         raise PeerError(
-            f"rank {world.rank} has waited {self.longest_s:g} s for rank {self.rank}, which is alive and not done with "
-            f"{self.what}. Look at the file system that it uses, or write a longer "
-            "TrainerArguments(rank_zero_timeout_s=...)."
+            f"rank {world.rank} has waited {self.longest_s:g} s for rank {self.rank}, which is alive and has not "
+            f"finished {self.task}. Check its file system, or write a longer TrainerArguments(rank_zero_timeout_s=...)."
         )

@@ -1,4 +1,4 @@
-"""Restoring of a run from a checkpoint or from weights."""
+"""Restore a run from a checkpoint or from weights."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _OF_OPTIMIZERS = ("optimizers", "schedulers")
 
 
 def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoint:
-    """The parts of `checkpoint` that `args.resume_mode` asks for, with the values of this rank; all ranks call it.
+    """The parts of `checkpoint` that `args.resume_mode` asks for, with the values of this rank. All ranks call this.
 
     Raises:
-        CheckpointMismatchError: a layer's state that must never be lost would be; or states that differ between ranks
-            were written by another number of ranks, or were not kept.
+        CheckpointMismatchError: the state of a layer that requires it would be lost, or states that differ between
+            ranks were written by another number of ranks or not stored.
     """
     args, stack = context.args, context.stack
     if checkpoint.is_empty:
@@ -67,16 +67,16 @@ def select_resume_state(checkpoint: Checkpoint, context: RunContext) -> Checkpoi
         lost = [name for name in checkpoint.trainer_backend_state or {} if name in _layers_requiring_state(stack)]
         if lost:
             raise CheckpointMismatchError(
-                f"resume_mode='weights' would lose the state of {lost}, which accounts for all that was done so far "
-                "and may not be lost. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
+                f"resume_mode='weights' would lose the state of {lost}, which accounts for all earlier steps and must "
+                "be kept. Write resume_mode='full', or 'weights_and_optimizer', which keeps it."
             )
         checkpoint = take_own_states(checkpoint, context, (MODULE,))
         _warn_of_trained_weights(checkpoint.metadata, "resume_mode='weights'", log)
     _fit_buffers(checkpoint, context)
     kept.module_interface_state = checkpoint.module_interface_state
     log.info(
-        f"resume_mode={args.resume_mode!r}: took {what} of the checkpoint at global step {checkpoint.global_step}; "
-        "counters, order of the data, random numbers and history start anew."
+        f"resume_mode={args.resume_mode!r}: loaded {what} of the checkpoint at global step {checkpoint.global_step}. "
+        "Counters, order of the data, random numbers and history start from the beginning."
     )
     return kept
 
@@ -101,29 +101,29 @@ def start_from_weights(
     resumed: bool,
     left_out: bool = False,
 ) -> WarmStartReport | None:
-    """Load `init_weights_from` into the module, if that is asked for and nothing was resumed.
+    """Load `init_weights_from` into the module, if it is set and the run does not resume.
 
-    `load` loads a file or folder into the module on all processes, and `fetch` gives the local copy of what an address
-    names. A run that is `resumed` has its weights, unless some are `left_out` of its checkpoint.
+    `load` loads a file or folder into the module on all processes, and `fetch` returns the local copy for an address.
+    A `resumed` run already has its weights, unless its checkpoint omits some (`left_out`).
 
     Raises:
-        CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
-        CheckpointNotFoundError, CheckpointDamagedError: it cannot be read.
+        CheckpointMismatchError: no tensor fits, or not all fit and `init_weights_strict` is set.
+        CheckpointNotFoundError, CheckpointDamagedError: the source cannot be read.
     """
     args, log = context.args, RunLogger(context.args.log_level)
     source = args.init_weights_from
     if source is None:
         return None
     if resumed and not left_out:
-        if not context.frozen.has_completed:  # with weights from there
-            log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run goes on from a checkpoint.")
+        if not context.frozen.has_completed:  # else the frozen weights came from this source
+            log.info(f"init_weights_from={os.fspath(source)!r} is not used: the run resumes from a checkpoint.")
         return None
     source = fetch(os.fspath(source)) if is_address(source) else resolve_pointer(Path(source))
     _check_not_private(source, context.stack)
     folder = _checkpoint_of(source)
     if folder is not None:
         _warn_of_trained_weights(read_manifest(folder).metadata, f"init_weights_from={os.fspath(source)!r}", log)
-    if context.stack.is_private and not resumed:  # the ledger has them
+    if context.stack.is_private and not resumed:  # in a resumed run the ledger has the origin
         context.stack.on_initial_weights(origin_of(source))
     report = load(source)
     if not resumed:
@@ -136,8 +136,8 @@ def _warn_of_trained_weights(metadata: Mapping[str, Any] | None, what: str, log:
     problem = trained_weights_of(metadata)
     if problem is not None:
         log.warning(
-            f"{what}: {problem} They are taken as they are. For the evaluated weights name an export, such as the "
-            "folder checkpoint-model-... beside it, in init_weights_from."
+            f"{what}: {problem} They are loaded without a change. To load the evaluated weights, write an export in "
+            "init_weights_from, such as the folder checkpoint-model-... next to it."
         )
 
 
@@ -152,18 +152,18 @@ def _check_not_private(source: Path, stack: TrainerBackend) -> None:
     if content.kind == "checkpoint" and private:
         part = "" if folder == source else "a file of "
         raise CheckpointMismatchError(
-            f"init_weights_from={str(source)!r} is {part}a checkpoint of backend {spec!r}, and would be taken without "
-            f"the state of {private}, which accounts for all that was done so far. Write resume={str(folder)!r}, or, "
-            "if these weights are released as they are, name an export of them."
+            f"init_weights_from={str(source)!r} is {part}a checkpoint of backend {spec!r}, and would be loaded without "
+            f"the state of {private}, which accounts for all earlier steps. Write resume={str(folder)!r}. If these "
+            "weights are released, write an export of them instead."
         )
 
 
 def origin_of(source: Path) -> WeightsOrigin:
-    """The facts of training in the manifest of `source`; a bare file has none."""
-    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # for private runs alone
+    """The facts of training in the manifest of `source`. A file without a manifest has none."""
+    from trainstack.backends.privacy_statement import PrivacyStatement, WeightsOrigin  # only private runs need it
 
     folder = _checkpoint_of(source)
-    if folder is None:  # a path that is not there is the id of a model on the Hub
+    if folder is None:  # a path that does not exist is the id of a model on the Hub
         return WeightsOrigin(path=os.path.abspath(source) if source.exists() else os.fspath(source))
     facts = read_manifest(folder).metadata or {}
     told = facts.get("privacy")
@@ -176,7 +176,7 @@ def origin_of(source: Path) -> WeightsOrigin:
 
 
 def _checkpoint_of(source: Path) -> Path | None:
-    """The checkpoint or export that `source` is, or is a file of, also by a link to that file; None if of neither."""
+    """The checkpoint or export at `source`, or that contains the file (or the target of the link) `source`; or None."""
     if source.is_dir():
         return source if is_checkpoint_directory(source) else None
     folders = (source.parent, real_path(source).parent)
@@ -189,18 +189,19 @@ def check_resumable(
 ) -> None:
     """Refuse a checkpoint of other data, and warn of other differences.
 
-    Where an epoch may have another length than the one before, its own length is compared when it begins.
+    If the length of epochs may change, the length of this epoch is compared when it begins.
 
     Raises:
-        CheckpointMismatchError: it is of another data set, of a loader that has to be split as it was, or of a run with
-            another seed that was not named.
+        CheckpointMismatchError: the data set, the split of a loader that only counts batches, or the seed of a run that
+            was found with resume="auto" differs.
     """
     state, log = context.state, context.log
     error = (checkpoint.metadata or {}).get(EXCEPTION)
     if error is not None:
         log.warning(
-            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step: what goes "
-            "on from it is not what an unbroken run would be. For that, resume from the newest checkpoint before it."
+            f"the checkpoint was written after an exception ({error}), perhaps in the middle of a step. A run that "
+            "resumes from it differs from an uninterrupted run. For an exact resume, use the newest checkpoint before "
+            "it."
         )
     check_plan(checkpoint, plan, state, length_may_change=length_may_change)
     if state.seed != context.args.seed and must_have_settings(checkpoint, context):
@@ -210,9 +211,10 @@ def check_resumable(
 
 
 def must_have_settings(checkpoint: Checkpoint, context: RunContext) -> bool:
-    """Whether a setting that would be without effect is refused: whoever writes "auto" has not named that run.
+    """Whether to refuse settings without effect. With "auto", the user has not chosen a certain run.
 
-    On another number of ranks a script may scale its learning rate; the run goes on with that of the checkpoint.
+    On another number of ranks, other settings are allowed, because scripts scale the learning rate by the number of
+    ranks. The run continues with the rate of the checkpoint.
     """
     ranks = (checkpoint.rng_state or {}).get("ranks", ())
     return context.args.resume == "auto" and len(ranks) == context.world.size
@@ -231,59 +233,60 @@ def check_schedules(schedules: Schedules, plan: TrainingPlan, state: RunState) -
             raise CheckpointMismatchError(
                 f"scheduler {position} (OneCycleLR) of the checkpoint was made for {scheduler.total_steps} steps, of "
                 f"which {done} are done; epochs={plan.epochs} has {count - done} more. Write "
-                "reset_optimizers_schedulers=True for a new cycle over the epochs that are left, or the epochs that "
-                "the run began with."
+                "reset_optimizers_schedulers=True for a new cycle over the remaining epochs, or the epochs that the "
+                "run began with."
             )
 
 
 def restore_module(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give the module a copy of its state, so that what the module then writes to it does not change the checkpoint.
+    """Load the module state. The module gets a copy, so that its later writes do not change the checkpoint.
 
-    Without a state `update_state` is not called.
+    `update_state` is not called if the checkpoint has no module state.
 
     Raises:
-        CheckpointMismatchError: the checkpoint is of another model.
+        CheckpointMismatchError: the checkpoint belongs to another model.
     """
     if checkpoint.module_interface_state is None:
         return
     try:
         update_module(module, checkpoint.module_interface_state)
     except RuntimeError as error:
-        what = " ".join(str(error).split()).rstrip(". ")
+        reason = " ".join(str(error).split()).rstrip(". ")
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit {type(module).__name__}: {what}. Build the module as it was when the "
-            "checkpoint was written, start afresh in another output_dir, or override update_state to take what fits."
+            f"the checkpoint does not fit {type(module).__name__}: {reason}. Build the same module as when the "
+            "checkpoint was written, start in another output_dir, or override update_state to load the matching "
+            "tensors."
         ) from error
 
 
 def check_plan(checkpoint: Checkpoint, plan: TrainingPlan, state: RunState, *, length_may_change: bool = False) -> None:
-    """Refuse to go on in the middle of an epoch over other data.
+    """Refuse to continue in the middle of an epoch with other data.
 
     Raises:
-        CheckpointMismatchError: the data set has another length than when the checkpoint was written.
+        CheckpointMismatchError: the length of the data set, or the split of a loader that only counts batches, differs.
     """
     planned = checkpoint.plan or {}
-    placed = (checkpoint.trainer_state or {}).get("loaders")  # by states of its own, whoever reads it
+    placed = (checkpoint.trainer_state or {}).get("loaders")  # the loader has a state for each rank
     for size in ("micro_batch", "accumulation", *(() if placed else ("world_size",))):
         if state.steps_in_epoch and plan.samples_per_epoch is None and planned.get(size) != getattr(plan, size):
             raise CheckpointMismatchError(
-                f"the checkpoint lies within epoch {state.epoch} of a loader with an order of its own, whose batches "
+                f"the checkpoint was written within epoch {state.epoch} of a loader with a custom order, whose batches "
                 f"can only be counted; {size} was {planned.get(size)} and is now {getattr(plan, size)}. Resume with "
-                "the same train_batch_size, gpu_batch_size_limit and processes."
+                "the same train_batch_size, gpu_batch_size_limit and number of processes."
             )
     before, now = planned.get("samples_per_epoch"), plan.samples_per_epoch
     if state.steps_in_epoch and None not in (before, now) and before != now and not length_may_change:
         raise CheckpointMismatchError(
-            f"the checkpoint lies within epoch {state.epoch} of a data set of {before} samples; the data set now "
-            f"has {now}. Resume with the same data, or from a checkpoint at an epoch's end."
+            f"the checkpoint was written within epoch {state.epoch} of a data set of {before} samples; the data set "
+            f"now has {now}. Resume with the same data, or from a checkpoint at the end of an epoch."
         )
 
 
 def rng_of_rank(rng_state: Mapping[str, Any] | None, world: World, state: RunState) -> Mapping[str, Any] | None:
-    """The random state that this process goes on with; None if it is to seed itself.
+    """The random state with which this process continues; None if the checkpoint has none.
 
-    Where the number of processes has changed there is none to go back to: each then gets one of its own, made of
-    the run's seed, the step and the rank.
+    If the number of processes has changed, each process gets a new random state from the run's seed, the step and the
+    rank.
     """
     if rng_state is None or len(rng_state["ranks"]) == world.size:
         return None if rng_state is None else rng_state["ranks"][world.rank]

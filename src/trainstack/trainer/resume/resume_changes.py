@@ -1,4 +1,4 @@
-"""What changed between a checkpoint and the start that resumes it: the table, its record, and `strict_resume`."""
+"""The changes between a checkpoint and the start that resumes it: their table, their record, and `strict_resume`."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ START = "start"
 def changes_at_resume(
     checkpoint: Checkpoint, context: RunContext, plan: TrainingPlan, given: Description
 ) -> list[Change]:
-    """The items that differ between `checkpoint` and this start, without those of optimizers; all ranks call it.
+    """The items that differ between `checkpoint` and this start, without those of optimizers. All ranks call this.
 
     The training data are compared when an epoch begins, except for their number.
     """
     environment = merge_environments(context.world.comm.gather(given["environment"], "resuming"))
     now = flat({**given, "environment": environment, "data": _planned(given["data"])})
     before = _saved_items(checkpoint, context)
-    if START not in (checkpoint.metadata or {}):  # of a checkpointer that keeps none
+    if START not in (checkpoint.metadata or {}):  # the checkpointer does not store metadata
         now = {name: text for name, text in now.items() if name in before}
     found = [_with_seed_kept(change) for change in changes_between(before, now)]
-    if context.args.fit_micro_batch:  # the micro-batch follows when training begins
+    if context.args.fit_micro_batch:  # the micro-batch is determined when training begins
         found = [change for change in found if change.name != "data.micro-batch"]
     length, new_length = (checkpoint.plan or {}).get("samples_per_epoch"), plan.samples_per_epoch
     if None not in (length, new_length) and length != new_length and not context.state.steps_in_epoch:
         name = "data.samples in an epoch"
         found += changes_between({name: str(length)}, {name: str(new_length)})
     if context.args.reset_optimizers_schedulers:
-        remedy = "leave reset_optimizers_schedulers out"
-        kept, made = "as saved", "made anew"
+        remedy = "remove reset_optimizers_schedulers"
+        kept, made = "as saved", "new"
         found.append(Change(name="optimizers", saved=kept, given=made, effect=Effect.OTHER_RUN, remedy=remedy))
     return found
 
@@ -71,15 +71,15 @@ def _with_seed_kept(change: Change) -> Change:
 
 
 def report_changes(changes: Sequence[Change], context: RunContext, *, complete: bool = False) -> None:
-    """Log the table of `changes`, or refuse them; all ranks call it with the same.
+    """Log the table of `changes`, or refuse them. All ranks call this with the same changes.
 
     Args:
-        changes: since the checkpoint.
-        context: of the run.
-        complete: whether all was compared, so that a line says that nothing has changed.
+        changes: the changes since the checkpoint.
+        context: the context of the run.
+        complete: whether the comparison was complete, so that without changes a line says that nothing has changed.
 
     Raises:
-        CheckpointMismatchError: some break exactness, and `strict_resume` is set.
+        CheckpointMismatchError: a change makes the resume inexact, and `strict_resume` is set.
     """
     when = f"the checkpoint at global step {context.state.global_step}"
     breaking = [change for change in changes if change.effect.breaks_exactness]
@@ -88,7 +88,7 @@ def report_changes(changes: Sequence[Change], context: RunContext, *, complete: 
         rows = "; ".join(f"{c.name} was {c.saved} and is {c.given} ({c.effect.value})" for c in breaking)
         raise CheckpointMismatchError(
             f"strict_resume=True, and the run would not continue exactly from {when}: {rows}. To continue exactly: "
-            f"{cure}. To continue with these differences, leave strict_resume out."
+            f"{cure}. To continue with these differences, remove strict_resume."
         )
     context.changes += changes
     if changes:
@@ -101,7 +101,7 @@ def report_changes(changes: Sequence[Change], context: RunContext, *, complete: 
 
 
 def note_changes(context: RunContext) -> None:
-    """Add the changes that were found to the folder of the run, once it is claimed; nothing on other processes."""
+    """On the main process, write the changes into the folder of the run, if the folder is claimed."""
     if context.world.is_main:
         context.directory.note_changes(context.state.global_step, context.changes)
 
@@ -114,14 +114,14 @@ SAMPLES = "samples"
 
 
 def hash_samples(samples: Samples) -> dict[str, str]:
-    """One hash a sample, for the metadata of a checkpoint."""
+    """The hash of each sample, for the metadata of a checkpoint."""
     return {index: hash_text(repr(numbers)) for index, numbers in samples.items()}
 
 
 def comparable_samples(data: TrainingData, *, within: bool) -> dict[str, str]:
-    """The hashes for a checkpoint within an epoch, or between two.
+    """The hashes of samples for a checkpoint `within` an epoch, or between two.
 
-    Between epochs there are none where the samples have changed since the run was made, since they may change again.
+    Between epochs the result is empty if the samples have changed during the run, because they may change again.
     """
     return hash_samples(data.epoch_hashes) if within or data.epoch_hashes == data.sample_hashes else {}
 
@@ -129,15 +129,16 @@ def comparable_samples(data: TrainingData, *, within: bool) -> dict[str, str]:
 def changes_of_data(
     metadata: Mapping[str, Any], data: TrainingData, context: RunContext, *, within: bool
 ) -> list[Change]:
-    """The items in which the data of an epoch that resumes differ from those of the checkpoint.
+    """The items in which the data of an epoch differ from those of the resumed checkpoint.
 
-    Classes, order and code are compared `within` the epoch alone: what begins the next one may choose other data.
+    Classes, order and code are only compared `within` an epoch, because the hooks of the next epoch may choose other
+    data.
 
     Args:
-        metadata: of the checkpoint.
-        data: has been asked for the data of the epoch.
-        context: of the run.
-        within: whether the checkpoint lies within the epoch.
+        metadata: the metadata of the checkpoint.
+        data: the training data, after the call for the data of the epoch.
+        context: the context of the run.
+        within: whether the checkpoint was written within the epoch.
     """
     found = list[Change]()
     if within:
@@ -155,7 +156,7 @@ def _other_samples(before: Mapping[str, str], data: TrainingData, context: RunCo
     random, is_unchanged = random_places(data.loader, context.state.seed)
     now = known[0]
     differing = [index for index, one in before.items() if now.get(index, one) != one and not random.get(index)]
-    remedy = "list files in a fixed order (sorted), and give the same data and preprocessing"
+    remedy = "list files in a fixed order (sorted), and use the same data and preprocessing"
     rows = [
         Change(name=f"data.sample {i}", saved=before[i], given=now[i], effect=Effect.OTHER_RUN, remedy=remedy)
         for i in differing

@@ -21,7 +21,7 @@ from trainstack.trainer.schedulers.stepping import Schedules
 
 
 def user_states(context: RunContext, *, generators: bool = True) -> dict[str, Any]:
-    """The states that user code defines: of the module, its extras and generators, the callbacks and `user_state`."""
+    """The states of user code: of the module, its extras and generators, the callbacks and `user_state`."""
     return {
         "module": context.module.get_state(),
         "extras": {} if context.stack.is_private else context.extras.get_values(),
@@ -32,7 +32,7 @@ def user_states(context: RunContext, *, generators: bool = True) -> dict[str, An
 
 
 def put_back_user_states(context: RunContext, states: Mapping[str, Any]) -> None:
-    """Give back what `user_states` returned to those that have another state now. Items added to `user_state` go."""
+    """Restore the result of `user_states` in objects whose state has changed. New items of `user_state` are deleted."""
     context.extras.put_back(states.get("extras", {}), states["module"])
     if not same(context.module.get_state(), states["module"]):
         context.module.update_state(states["module"])
@@ -53,12 +53,12 @@ class RunSnapshot:
     random states. There is no communication with other ranks.
 
     Args:
-        context: of the run.
-        work: has the optimizers; their states are put back into the same tensors.
-        schedules: of the run; None if they do not step.
+        context: the context of the run.
+        work: the workload with the optimizers. Their states are restored in the same tensors.
+        schedules: the schedulers of the run; None if they do not step.
         shared: tensors that are not copied, because they do not change or the caller restores them.
         on_host: copy tensors to the host's memory.
-        keeps_moments: whether values of the tensors in optimizers are kept, which may be twice the size of the model.
+        keeps_moments: copy the tensors in optimizers, which may have twice the size of the model.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RunSnapshot:
         self._attributes = [AttributeSnapshot(optimizer, on_host, keeps_moments) for optimizer in parts]
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the state."""
         context = self._context
         put_back_user_states(context, self._states)
         for optimizer in self._optimizers:
@@ -104,19 +104,19 @@ class RunSnapshot:
 
 
 def _copied(state: Any, memory: set[int], on_host: bool) -> Any:
-    """A copy of `state` that shares tensors in `memory`, whose owner restores them."""
+    """A copy of `state` that shares the tensors in `memory`. The caller restores these."""
     if type(state) in (dict, OrderedDict):
         return type(state)((key, _copied(value, memory, on_host)) for key, value in state.items())
     return state if lies_in(state, memory) else copied(state, on_host=on_host)
 
 
 def optimized_parameters(work: Workload) -> list[Tensor]:
-    """The parameters in the groups of the optimizers, as they are now."""
+    """The current parameters in the groups of the optimizers."""
     return [p for optimizer in work.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def name_joined(work: Workload, before: Iterable[Tensor]) -> list[str]:
-    """The names of the parameters that the optimizers hold and that are not in `before`."""
+    """The names of the parameters in the optimizers that are not in `before`."""
     known = set(map(id, before))
     joined = [p for p in optimized_parameters(work) if id(p) not in known]
     if not joined:
@@ -126,9 +126,9 @@ def name_joined(work: Workload, before: Iterable[Tensor]) -> list[str]:
 
 
 def take_out(work: Workload, names: Collection[str]) -> None:
-    """Let the optimizers hold the parameters of these names no more, nor groups of them alone.
+    """Remove the parameters of these names from the optimizers, and groups that have no other parameters.
 
-    Those whose groups a `RunSnapshot` cannot put back are left as they are.
+    Optimizers whose groups a `RunSnapshot` cannot restore are not changed.
     """
     if not names:
         return
@@ -147,7 +147,7 @@ def take_out(work: Workload, names: Collection[str]) -> None:
 
 
 def _parts_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizer, and the one of this rank that a divided optimizer wraps; that alone has a state."""
+    """The optimizer, and for a divided optimizer also the wrapped optimizer of this rank, which has the state."""
     return [optimizer, optimizer.optim] if is_divided(optimizer) else [optimizer]
 
 
@@ -158,16 +158,16 @@ def _snapshot_of(optimizer: Optimizer, on_host: bool, with_tensors: bool) -> _St
 
 
 def _has_plain_state(optimizer: Optimizer) -> bool:
-    """Whether groups and state are all that `optimizer` has."""
+    """Whether `optimizer` has no other state than its groups and `state`."""
     kind = type(optimizer)
     return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
 
 
 class _StateSnapshot:
-    """Groups and state of an optimizer by their objects, which schedulers and user code may hold.
+    """Groups and state of an optimizer, restored in place, because schedulers and user code may hold the objects.
 
-    `load_state_dict` would replace groups and tensors by others, cast the state to the dtype of its parameter, and
-    refuse groups that were added.
+    `load_state_dict` would replace groups and tensors, cast the state to the dtype of its parameter, and refuse added
+    groups.
     """
 
     def __init__(self, optimizer: Optimizer, on_host: bool, with_tensors: bool) -> None:
@@ -190,9 +190,9 @@ class _StateSnapshot:
         return kept
 
     def restore(self) -> None:
-        """Make the optimizer what it was."""
+        """Restore the optimizer."""
         optimizer = self._optimizer
-        # A group that was taken out and added again stays the new object, which user code may hold.
+        # For a group that was removed and added again, keep the new object, because user code may hold it.
         again = {tuple(map(id, group["params"])): group for group in optimizer.param_groups if group["params"]}
         groups = [(again.get(tuple(map(id, kept["params"][1])), group), kept) for group, kept in self._groups]
         optimizer.param_groups[:] = [group for group, _ in groups]
@@ -217,6 +217,6 @@ class _StateDictSnapshot:
         self._optimizer, self._state = optimizer, copied(optimizer.state_dict(), on_host=on_host)
 
     def restore(self) -> None:
-        """Give it back."""
+        """Restore the state dict, if it has changed."""
         if not same(self._optimizer.state_dict(), self._state):
             load_optimizer_state(self._optimizer, self._state)

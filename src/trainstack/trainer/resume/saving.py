@@ -47,10 +47,10 @@ from trainstack.trainer.run_record import read_record
 
 
 class SaveTimeBudget:
-    """Warns, once, of saves that take so long that a run may be killed in the middle of its last one.
+    """Warns once of saves that take so long that a scheduler may kill the run during its last save.
 
     Attributes:
-        seconds: from the signal to the kill, as given, as the launcher says in `environ`, or 30.
+        seconds: the time from the signal to the kill: as given, from the environment of the launcher, or 30.
     """
 
     seconds: float
@@ -63,14 +63,14 @@ class SaveTimeBudget:
         self._warned = False
 
     def record(self, seconds: float, log: RunLogger) -> None:
-        """A save took `seconds`."""
-        if seconds <= self.seconds / 2 or self._warned:
+        """Record a save that took `seconds`."""
+        if seconds <= self.seconds / 2 or self._warned:  # the other half is for the current step
             return
         self._warned = True
         log.warning(
             f"saving a checkpoint took {seconds:.1f} s. A run that has to stop is killed after {self.seconds:g} s, "
-            "and has to finish its step before it saves. Ask for more time (torchrun --shutdown-timeout, "
-            "launch(grace_s=...), SLURM --signal=USR1@<seconds>, terminationGracePeriodSeconds), and write it as "
+            "and must finish its step before it saves. Request more time (torchrun --shutdown-timeout, "
+            "launch(grace_s=...), SLURM --signal=USR1@<seconds>, terminationGracePeriodSeconds), and write it in "
             "TrainerArguments(stop_grace_s=...)."
         )
 
@@ -79,21 +79,21 @@ Result = TypeVar("Result")
 
 
 TakeCheckpoint = Callable[..., Checkpoint]
-"""`take_checkpoint` of `run_states.py` with what the trainer adds to it."""
+"""`take_checkpoint` of `run_states.py`, with the arguments that the trainer binds."""
 
 
 class Saver:
-    """Saves and loads for one trainer; methods are called by all processes together, unless they say otherwise.
+    """Saves and loads for one trainer. All processes call its methods together, unless a method says otherwise.
 
     Attributes:
-        pending_save: whether a checkpoint waits for the next step boundary.
-        pending_pin: whether the next checkpoint is to be kept for good.
-        pending_paths: where else it is to go, and whether once for the world or for each node.
-        saved_at: global step and epoch of the newest checkpoint, loaded, written or under way; None once one failed.
-        save_time_budget: holds the time that saving takes against the time there is.
-        saved_as: where the newest that was written lies, if the checkpointer said so.
-        exported_as: where the newest export lies, if the checkpointer said so.
-        owner: of the directories that the run writes.
+        pending_save: whether a checkpoint is due at the next step boundary.
+        pending_pin: whether the next checkpoint is exempt from retention.
+        pending_paths: further paths to write to, each with "world" or "node" for the processes that write.
+        saved_at: global step and epoch of the newest checkpoint, also while it is being written; None after a failure.
+        save_time_budget: compares the time of saves with the time until a kill.
+        saved_as: the path of the newest checkpoint; None if the checkpointer does not return it.
+        exported_as: the path of the newest export; None if the checkpointer does not return it.
+        owner: acquires the lease of the directories.
     """
 
     save_time_budget: SaveTimeBudget
@@ -114,9 +114,9 @@ class Saver:
             context.checkpointer.begin_trainer(log_level=context.args.log_level, resume=context.args.resume)
 
     def save(self, force: bool, *, unless_saved: bool = False) -> None:
-        """Write a checkpoint of the run, which is at a step boundary, if it is due or `force` is True.
+        """Write a checkpoint of the run at a step boundary, if it is due or `force` is True.
 
-        With `unless_saved`, nothing is written if this very place was saved already.
+        With `unless_saved`, nothing is written if the current step and epoch are already saved.
         """
         context, state = self._context, self._context.state
         self.save_requested()
@@ -141,7 +141,7 @@ class Saver:
         self._announce_saved()
 
     def _announce_saved(self) -> None:
-        """Tell the subscribers of the main process which checkpoints have become safe."""
+        """Call the subscribers of the main process for checkpoints that are now completely written."""
         saved = self._context.directory.saved_paths
         while saved and self._context.world.is_main:
             path = saved.popleft()
@@ -163,16 +163,16 @@ class Saver:
     def _hand_over(self, checkpoint: Checkpoint, force: bool) -> str | None:
         self._prepare_save()
         path = self._context.checkpointer.save(checkpoint, self._context.state.last_epoch, force)
-        if not isinstance(self._context.checkpointer, DefaultCheckpointer):  # which tells by itself when one is safe
+        if not isinstance(self._context.checkpointer, DefaultCheckpointer):  # it notes its saves when they are complete
             self._context.directory.note_save(path)
         return path
 
     def _capture(self, *, everywhere: bool = False, by_rows: bool = False) -> tuple[Checkpoint, ShardGatherer | None]:
-        """The state of now, and what makes its sharded tensors whole while the main process writes them.
+        """The current state, and an object that gathers its sharded tensors while the main process writes them.
 
-        Where another process than the main one writes, `everywhere`, and where a subscriber sees the checkpoint, they
-        are whole already, on each process that needs them. Where each process writes its rows, `by_rows`, those that
-        are divided by rows stay sharded, and the others are whole on all.
+        If other processes write too (`everywhere`), or a subscriber receives the checkpoint, the tensors are gathered
+        before, on each process that needs them. With `by_rows`, each process writes its rows: tensors that are divided
+        by rows remain sharded, and the others are gathered on all processes.
         """
         context = self._context
         pinned, self.pending_pin = self.pending_pin, False
@@ -192,7 +192,7 @@ class Saver:
         return checkpoint, gatherer
 
     def save_requested(self) -> None:
-        """Write checkpoints as the folders that were asked for, apart from the checkpointer."""
+        """Write the checkpoints that were requested with a path, without the checkpointer."""
         asked, self.pending_paths = self.pending_paths, []
         world = self._context.world
         for path, once in asked:
@@ -223,8 +223,8 @@ class Saver:
         before = read_entry(target)
         if isinstance(before, CheckpointInfo) and before.run_id not in (None, own):
             raise CheckpointError(
-                f"save_checkpoint(path={str(target)!r}): a checkpoint of another run has this name "
-                f"(run {before.run_id}), and is not replaced. Write another path."
+                f"save_checkpoint(path={str(target)!r}): a checkpoint of another run ({before.run_id}) has this name "
+                "and is not replaced. Write another path."
             )
         seen = None if lease is not None and lease.owns(target.parent) else lease_file.look(target.parent)
         if self._context.world.is_main and seen is not None and not seen.is_free:
@@ -235,7 +235,7 @@ class Saver:
         write_checkpoint(checkpoint, target.parent, target.name, sign=sign)
 
     def stop_message(self) -> str:
-        """After which step the run was stopped, where that is saved, and how to go on."""
+        """The step after which the run was stopped, the path of its checkpoint, and the way to resume."""
         state = self._context.state
         stood = f"after global step {state.global_step}"
         if self.saved_at != (state.global_step, state.epoch):
@@ -244,10 +244,10 @@ class Saver:
         again = "run it again"
         if self._context.args.resume != "auto":
             again += " with resume='auto', or --resume auto"
-        return f"{stood}. {where}; to go on, {again}"
+        return f"{stood}. {where}; to resume, {again}"
 
     def choose_directory(self, *, to_train: bool) -> None:
-        """Let the main process choose the folder of the run, and tell all; own the directories to train in them."""
+        """Choose the folder of the run on the main process, for all processes. `to_train` also acquires the lease."""
         directory = self._context.directory
         if not directory.is_settled:
             choose = partial(self._choose_directory, to_train)
@@ -256,7 +256,7 @@ class Saver:
             self.owner.take()
 
     def _choose_directory(self, to_train: bool) -> str:
-        """Choose again where another process has just begun to train the run that was chosen."""
+        """Choose a folder. Choose again if another process has just begun to train in the chosen one."""
         context, taken = self._context, list[Path]()
         directory, resume = context.directory, context.args.resume
         while True:
@@ -275,7 +275,7 @@ class Saver:
             taken.append(folder)
 
     def claim_directory(self) -> None:
-        """Make the folder of the run this run's before anything is written; see `RunDirectory.claim`."""
+        """Claim the folder for this run before anything is written. See `RunDirectory.claim`."""
         if not self._is_claimed:
             self.run_on_rank_zero(self._claim, "claiming the folder of the run")
             self._is_claimed = True
@@ -286,9 +286,9 @@ class Saver:
         context.directory.claim(context.args, continues=self._continues, earlier_records=count)
 
     def load(self) -> Checkpoint:
-        """What the checkpointer finds, as `args.resume` says; an empty checkpoint if nothing.
+        """Load the checkpoint for `args.resume`; an empty checkpoint if there is none.
 
-        The large tensors of the module, the optimizers and the callbacks are a `DeferredTensor`.
+        Each large tensor of the module, the optimizers and the callbacks is a `DeferredTensor`.
         """
         context = self._context
         asked = () if context.args.resume is False else (context.directory.resume_from or context.args.resume,)
@@ -301,7 +301,7 @@ class Saver:
             return found, path
 
         loaded = self._load_on_all(load, read_deferred)
-        if not loaded.is_empty:  # else weights that were taken for an evaluation before stay the parent
+        if not loaded.is_empty:  # else the weights of an earlier evaluation remain the parent
             begin_lineage(context, Lineage.from_json(self.run_on_rank_zero(lineage.to_json, LOADING)))
         checkpointer = context.checkpointer
         own = checkpointer.loaded_own if isinstance(checkpointer, DefaultCheckpointer) else True
@@ -320,11 +320,11 @@ class Saver:
         return checkpointer.load(*asked), None
 
     def load_weights(self, path: Path) -> WarmStartReport:
-        """Load what fits of the tensors at `path` into the module; all ranks call it. User code gets all at once."""
-        context, what = self._context, "reading the weights to begin with"
+        """Load the matching tensors at `path` into the module. All ranks call this. User code gets all at once."""
+        context = self._context
         if can_stream(context.module):
             return load_streamed(context, self.run_on_rank_zero, path)
-        weights = self.run_on_rank_zero(lambda: read_weights(path), what)
+        weights = self.run_on_rank_zero(lambda: read_weights(path), "reading the initial weights")
         return warm_start(context.module, weights, strict=context.args.init_weights_strict, name=os.fspath(path))
 
     def load_model(self, path: str | os.PathLike[str]) -> Any:
@@ -340,16 +340,16 @@ class Saver:
         return load_on_all(load, reopen, context.world, self.run_on_rank_zero, context.args.rank_zero_timeout_s)
 
     def fetch(self, address: str) -> Path:
-        """The local copy of what lies at `address`, which the main process downloads."""
+        """The local copy of the file or folder at `address`. The main process downloads it."""
         return Path(self.run_on_rank_zero(lambda: str(fetch(address)), f"downloading {address}"))
 
     def finish_uploads(self, *, is_signalled: bool = False) -> str | None:
-        """Wait until the run is uploaded, if its folder has an address; returns a sentence about it.
+        """Wait for the upload of the run, if its folder has an address. Returns a sentence about it.
 
-        After a signal it waits no longer than there is time, and a failure is logged only.
+        After a signal it waits for half of the time until the kill, and a failure does not raise.
 
         Raises:
-            CheckpointError: not everything could be uploaded; the local copy has it.
+            CheckpointError: not everything was uploaded. The local copy is complete.
         """
         mirror = self._context.directory.mirror
         if mirror is None:
@@ -363,9 +363,9 @@ class Saver:
         raise CheckpointError(mirror.describe(problem))
 
     def begin_run(self, wake: Callable[[], None], *, resumed: bool) -> None:
-        """Let the checkpointer begin a run; from now on saves may go on in the background.
+        """Begin a run with the checkpointer. From now on saves may continue in the background.
 
-        `wake` makes the loop call `poll` after the step under way. Any thread may call it.
+        `wake` makes the loop call `poll` after the current step. Any thread may call it.
         """
         self._training = True
 
@@ -382,18 +382,18 @@ class Saver:
         self.run_on_rank_zero(lambda: self._context.checkpointer.begin_run(resumed=resumed), "beginning the run")
 
     def finish(self) -> None:
-        """Wait until all checkpoints are safe, and raise what has failed."""
+        """Wait until all checkpoints are completely written, and raise the error of a failed one."""
         self.run_on_rank_zero(self._context.checkpointer.finish, "finishing the checkpoints")
         if not self._context.world.is_main and saves_by_rows(self._context):
-            self._context.checkpointer.finish()  # its own part of a sharded checkpoint was written in the background
+            self._context.checkpointer.finish()  # the part of this process was written in the background, too
         self._training = False
         self._record_save_time()
         self._announce_saved()
 
     def finish_after(self, error: BaseException) -> None:
-        """Wait for what the main process still writes when training ends by `error`; each process by itself.
+        """Wait for the saves of the main process when training ends by `error`. Each process calls this separately.
 
-        A failure is noted at `error`. An interrupt while it waits gives up what is being written.
+        A failure is added to `error` as a note. An interrupt during the wait abandons the unfinished saves.
         """
         self._training = False
         if not self._context.world.is_main:
@@ -408,7 +408,10 @@ class Saver:
             annotate(error, f"also, a checkpoint is missing: {failure}")
 
     def poll(self) -> None:
-        """Raise what has failed in the background; the main process alone, at no step that others know of."""
+        """Raise the error of a failed save in the background, only on the main process.
+
+        The other processes do not call it at the same step, so it uses no collective.
+        """
         if not self._context.world.is_main:
             return
         try:
@@ -421,21 +424,21 @@ class Saver:
         self._announce_saved()
 
     def _record_save_time(self, seconds: float = 0.0) -> None:
-        """Warn if saving takes too long: `seconds` in the loop, or what the last save took until it was safe."""
+        """Warn if saving takes too long: `seconds` in the loop, or the last save until it was complete."""
         context = self._context
         self.save_time_budget.record(max(seconds, context.checkpointer.last_save_s or 0.0), context.log)
 
     def run_on_rank_zero(
         self, function: Callable[[], Result], what: str, gatherer: ShardGatherer | None = None
     ) -> Result:
-        """Let the main process do something; the others get its result, or learn of its failure.
+        """Call `function` on the main process. The others get its result, or raise if it fails.
 
         The others wait in the store, not in a collective, so the time that the main process needs for its files does
-        not count towards the time limit of collectives. With a `gatherer` they help to make the tensors whole that the
-        main process uses.
+        not count towards the time limit of collectives. With a `gatherer`, they take part in gathering the sharded
+        tensors that the main process uses.
 
         Raises:
-            PeerError: the main process failed, or was not done after `args.rank_zero_timeout_s`.
+            PeerError: the main process failed, or has not finished after `args.rank_zero_timeout_s`.
         """
         world, longest_s = self._context.world, self._context.args.rank_zero_timeout_s
         result, failure = None, None
@@ -455,7 +458,7 @@ class Saver:
 
 
 def _located(resume: bool | str | os.PathLike[str], mirror: Mirror | None) -> bool | str | os.PathLike[str]:
-    """`resume` with a local path in place of an address; of the run's own address, what `pull` brings."""
+    """`resume` with a local path instead of an address. For the address of the run, it is the result of `pull`."""
     if isinstance(resume, bool) or not is_address(resume):
         return resume
     address = os.fspath(resume)
@@ -468,15 +471,15 @@ def _located(resume: bool | str | os.PathLike[str], mirror: Mirror | None) -> bo
 
 
 def save_after_exception(error: BaseException, context: RunContext, take: TakeCheckpoint, within_s: float) -> None:
-    """Write what the main process has under a name of its own; says what came of it and raises nothing.
+    """Write a checkpoint of the main process with a separate name. Logs the outcome and raises nothing.
 
-    The weights are mostly those of the last finished step, but nothing is certain after an exception. The other
-    processes may be gone, so none is asked; and the device may wait for them for ever, so no more than `within_s`
-    seconds are spent on it.
+    The weights are usually those of the last finished step, but after an exception this is not certain. The other
+    processes may have ended, so no communication takes place. The device may wait for them forever, so the save ends
+    after at most `within_s` seconds.
     """
     log = context.log
     if not context.world.is_main or not isinstance(error, Exception) or isinstance(error, CheckpointError):
-        return  # what could not be written cannot be written now
+        return  # after a CheckpointError another save would fail, too
 
     def save() -> None:
         try:
@@ -487,9 +490,7 @@ def save_after_exception(error: BaseException, context: RunContext, take: TakeCh
             log.warning(f"could not save after the exception: {type(failure).__name__}: {failure}")
         else:
             if path is not None:
-                log.warning(
-                    f"saved {path} after the exception, for a look at it; it is resumed from only if it is named."
-                )
+                log.warning(f"saved {path} after the exception for inspection. A run resumes from it only by its path.")
 
     thread = threading.Thread(target=save, name="trainstack-after-exception", daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Saving a checkpoint of which each rank writes its own rows."""
+"""Save a checkpoint of which each rank writes its own rows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ Result = TypeVar("Result")
 
 
 class SavingRanks:
-    """How the ranks of a run talk while they save; see `sharded.commit.Ranks`.
+    """The communication of the ranks while they save. See `sharded.commit.Ranks`.
 
     Args:
-        context: of the run.
-        on_main: lets the main process do something while the others wait in the store.
+        context: the context of the run.
+        on_main: calls a function on the main process while the others wait in the store.
     """
 
     def __init__(self, context: RunContext, on_main: Callable[[Callable[[], Any], str], Any]) -> None:
         self._comm, self._on_main = context.world.comm, on_main
         self.rank, self.size = context.world.rank, context.world.size
         self.longest_s = context.args.rank_zero_timeout_s
-        self._said: dict[str, str] = {}  # one process talks to itself here: its store keeps nothing
+        self._said: dict[str, str] = {}  # for a single process, which has no store
 
     def on_main(self, function: Callable[[], Result], what: str) -> Result:
-        """What `function` returns on rank 0."""
+        """The result of `function` on rank 0."""
         result: Result = self._on_main(function, what)
         return result
 
@@ -36,13 +36,13 @@ class SavingRanks:
         self._comm.raise_if_any(error, what)
 
     def put(self, name: str, text: str) -> None:
-        """Leave `text` for the others."""
+        """Write `text` to the store."""
         self._said[name] = text
         if self.size > 1:
             self._comm.put(name, text)
 
     def get_if_all(self, names: Sequence[str]) -> list[str] | None:
-        """The texts under `names` once all are there."""
+        """The texts under `names`; None until all exist."""
         if self.size > 1:
             return self._comm.get_if_all(names)
         return [self._said[name] for name in names] if all(name in self._said for name in names) else None
@@ -53,7 +53,7 @@ class SavingRanks:
 
 
 def saves_by_rows(context: RunContext) -> bool:
-    """Whether each rank writes its own part: asked for, of a sharded module, and by the library's own checkpointer."""
+    """Whether each rank writes its part: `DefaultCheckpointer` with `is_sharded`, and a sharded module."""
     checkpointer = context.checkpointer
     return isinstance(checkpointer, DefaultCheckpointer) and checkpointer.is_sharded and has_shards(context.module)
 
@@ -61,7 +61,7 @@ def saves_by_rows(context: RunContext) -> bool:
 def save_by_rows(
     context: RunContext, checkpoint: Checkpoint, force: bool, on_main: Callable[[Callable[[], Any], str], Any]
 ) -> str | None:
-    """Write `checkpoint`, of which each rank has its rows; all ranks call it. The path, as `save` returns it."""
+    """Write `checkpoint`, of which each rank has its rows. All ranks call this. Returns the path, as `save` does."""
     checkpointer = context.checkpointer
     assert isinstance(checkpointer, DefaultCheckpointer)
     ranks = SavingRanks(context, on_main)

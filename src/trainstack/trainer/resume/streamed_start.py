@@ -1,4 +1,4 @@
-"""`load_streamed` starts a module from weights, one tensor at a time."""
+"""`load_streamed` loads initial weights into a module, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from trainstack.trainer.resume.own_states import has_memory_for, is_loaded_by_to
 
 
 def can_stream(module: nn.Module) -> bool:
-    """Whether `load_streamed` starts `module`: no code but torch's sees what it is given, or it is sharded."""
+    """Whether to use `load_streamed`: only code of torch loads the state of `module`, or `module` is sharded."""
     return has_shards(module) or is_loaded_by_torch(module)
 
 
 def load_streamed(
     context: RunContext, on_rank_zero: Callable[[Callable[[], Any], str], Any], source: Path
 ) -> WarmStartReport:
-    """As `warm_start`, with no more than one tensor in memory beside the module; all processes call it.
+    """As `warm_start`, with at most one tensor in memory in addition to the module. All processes call this.
 
-    The main process maps the files and reads one tensor after the other. All get it, and keep it or their part of it.
+    The main process maps the files and broadcasts one tensor at a time. Each process stores it, or its part of it.
 
     Raises:
-        CheckpointMismatchError: nothing in it fits, or not everything while `init_weights_strict`.
-        CheckpointNotFoundError, CheckpointDamagedError: it cannot be read.
+        CheckpointMismatchError: no tensor fits, or not all fit and `init_weights_strict` is set.
+        CheckpointNotFoundError, CheckpointDamagedError: the source cannot be read.
     """
     module, world = context.module, context.world
     own = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
@@ -48,7 +48,7 @@ def load_streamed(
         dtypes = {key: str(one.dtype).removeprefix("torch.") for key, one in kept.items()}
         return {"dtypes": dtypes, "report": {name: getattr(report, name) for name in WarmStartReport.__slots__}}
 
-    found = on_rank_zero(match, "reading the weights to begin with")
+    found = on_rank_zero(match, "reading the initial weights")
     taken: dict[str, Tensor] = {}
     for key, dtype in found["dtypes"].items():
         taken[key] = own[key]

@@ -1,1 +1,1 @@
-"""One run: the loop, its start, its end and its stops."""
+"""A run of training: the loop, its start, its end and its stops."""

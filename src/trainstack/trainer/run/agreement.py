@@ -1,4 +1,4 @@
-"""The items that must be equal on all ranks when they train, and the moments of their comparison."""
+"""Compare the items that must be equal on all ranks when they train."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ MAY_DIFFER: Mapping[str, str] = {
     "disable_tqdm": "rank 0 shows it",
     "log_level": "each rank logs for itself",
     "fast_paths": "they give the same bits",
-    "stop_grace_s": "it only decides about a warning",
-    "save_on_exception": "rank 0 writes, and asks nobody",
+    "stop_grace_s": "only a warning depends on it",
+    "save_on_exception": "rank 0 writes, and asks no other rank",
     "distributed_training_args.local_rank": "each rank has its own",
     "distributed_training_args.global_rank": "each rank has its own",
     "distributed_training_args.local_world_size": "hosts may have different numbers of processes",
-    "distributed_training_args.master_addr": "rank 0 may know itself by another name",
+    "distributed_training_args.master_addr": "rank 0 may use another name for its host",
 }
-"""Arguments that may differ between ranks, and why."""
+"""Arguments that may differ between ranks, each with the reason."""
 
 Items = dict[str, str]
 _OF_DATASET = " of the training dataset"
@@ -63,7 +63,7 @@ def _arguments(context: RunContext) -> Iterator[tuple[str, str]]:
             continue
         value = getattr(context.args, field.name)
         if field.name == "max_time" and value is not None:
-            value = "a time"  # ranks may compute what is left until a deadline, and stop together
+            value = "a time"  # ranks may compute the time until a deadline, and stop together
         if field.name in ("resume", "init_weights_from") and isinstance(value, str | PathLike):
             value = Path(value).name  # each host may have its own copy; step, seed and weights are compared later
         for name, text in flatten(field.name, value):
@@ -72,7 +72,7 @@ def _arguments(context: RunContext) -> Iterator[tuple[str, str]]:
 
 
 def agree_on_setup(context: RunContext) -> None:
-    """Compare arguments, versions, module and callbacks, before any file is read or prepared.
+    """Compare arguments, versions, module and callbacks. Call this before any file is read and any layer prepares.
 
     Raises:
         ConfigurationError: something differs between ranks.
@@ -100,14 +100,17 @@ def agree_on_setup(context: RunContext) -> None:
 
 
 def _hooks(module: Any) -> Iterator[str]:
-    """The names of the hooks that `module` defines: if only some ranks have one, the others would wait forever."""
+    """The names of the hooks that `module` defines.
+
+    If only some ranks have a hook with a collective, these ranks wait for the others forever.
+    """
     for name in dir(CallbackInterface):
         if name.startswith("on_") and overridden(module, name) is not None:
             yield name
 
 
 def _callbacks(context: RunContext) -> Items:
-    """Classes in their order, and the settings of the library's own: users' callbacks may differ by rank."""
+    """Classes in their order, and the settings of the library's callbacks. Settings of users' may differ by rank."""
     callbacks = context.events.callbacks
     items = {
         "the callbacks": shorten(", ".join(type(callback).__qualname__ for callback in callbacks.values())) or "none"
@@ -121,7 +124,7 @@ def _callbacks(context: RunContext) -> Items:
 
 
 def _structure(module: nn.Module) -> Items:
-    """Names, shapes, dtypes and `requires_grad` of parameters and buffers, ties, and settings of torch's own layers."""
+    """Names, shapes, dtypes and `requires_grad` of parameters and buffers, ties, and settings of torch's layers."""
     owners = dict[int, str]()
     items = Items()
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -141,10 +144,10 @@ def _layout(tensor: Tensor) -> str:
 
 
 def share_initial_values(context: RunContext) -> int:
-    """Give all ranks the initial parameters and buffers of rank 0, where they differ; says once how many did.
+    """Broadcast the initial parameters and buffers of rank 0 if they differ, with a warning.
 
     Returns:
-        how many tensors differed on any rank.
+        the number of tensors that differed on any rank.
     """
     module, world = context.module, context.world
     names = differing_tensors(module, world)
@@ -152,17 +155,17 @@ def share_initial_values(context: RunContext) -> int:
         return 0
     tensors = _named_tensors(module)
     broadcast_coalesced(world, [tensors[name] for name in names])
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")  # three names show which part differs
     context.log.warning(
-        f"{len(names)} of {len(tensors)} parameters and buffers began with other values on other ranks: {shown}. All "
-        "ranks start from those of rank 0. Call seed_everything(seed) before the module is built, with the same seed "
-        "on each rank, to build them alike."
+        f"{len(names)} of {len(tensors)} parameters and buffers had different initial values on the ranks: {shown}. "
+        "All ranks start from the values of rank 0. To build the same module on each rank, call seed_everything(seed) "
+        "with the same seed before."
     )
     return len(names)
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Those that are to be the same on all ranks; a layer that shards tensors has shared their values before."""
+    """The tensors that must be equal on all ranks. Without sharded ones, whose layer has shared their values."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: t for name, t in named if not is_lazy(t) and not is_sharded(t)}
 
@@ -197,8 +200,8 @@ def agree_on_workload(context: RunContext, data: TrainingData, work: Workload) -
     found = find_difference(comm, doubtful)
     if found is not None:
         context.log.warning(
-            f"{found.name} {describe_ranks(found.texts)}. The data set changes as samples are fetched, so perhaps "
-            "it has random numbers of its own. All ranks have to train with the same data."
+            f"{found.name} {describe_ranks(found.texts)}. The data set changes when samples are fetched, so it may use "
+            "its own random numbers. All ranks must train with the same data."
         )
 
 
@@ -215,10 +218,10 @@ def _is_of_sample(name: str) -> bool:
 
 
 def _without_random_samples(context: RunContext, data: TrainingData, items: Items) -> tuple[Items, Items]:
-    """Leave out numbers that are not always the same on some rank, and samples that some rank cannot fetch.
+    """Omit numbers that are not always the same on some rank, and samples that some rank cannot fetch.
 
     Returns:
-        what is compared, and numbers that may be random, since a fetch changes the data set of some rank.
+        the items to compare, and the numbers that may be random because a fetch changes the data set of some rank.
     """
     random, is_unchanged = random_places(data.loader, context.state.seed)
     said = context.world.comm.gather([sorted(data.sample_hashes), sorted(_samples(random)), is_unchanged], "samples")
@@ -265,6 +268,7 @@ def _optimizers(work: Workload) -> Items:
 def _values(module: nn.Module) -> Items:
     named = {name: t for name, t in _named_tensors(module).items() if isinstance(t, nn.Parameter)}
     sums = checksums(named.values())
+    # the mask shows a signed int64 as unsigned hexadecimal
     return {f"the checksum of {name!r}": f"{value & (2**64 - 1):x}" for name, value in zip(named, sums, strict=True)}
 
 
@@ -278,7 +282,7 @@ def agree_on_start(context: RunContext, data: TrainingData, work: Workload, sche
         return
     state = context.state
     items = Items(_arguments(context)) | Items(flatten("plan", data.plan))
-    items |= {"the epoch under way": str(state.epoch), "the finished global steps": str(state.global_step)}
+    items |= {"the current epoch": str(state.epoch), "the finished global steps": str(state.global_step)}
     items |= {"the seed of the run": str(state.seed)} | _optimizers(work)
     for number, scheduler in enumerate(schedules.schedulers):
         items |= describe_object(f"scheduler {number}", scheduler)

@@ -1,4 +1,4 @@
-"""`Beginnings` lets what begins a training or an epoch act on the state of a run once."""
+"""`Beginnings` lets the hooks that begin a training or an epoch change the state of a run once."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trainstack.trainer.resume.run_snapshot import (
 from trainstack.trainer.run.train_loop import TrainLoop
 
 AGAIN = (
-    "raised while the run goes on and calls again what began its training or its epoch. Optimizers with a state_dict "
-    "of another form than torch's have their present groups. Where a hook adds one, write: "
+    "raised while the run continues and calls the hooks again that began its training or its epoch. Optimizers whose "
+    "state_dict has another form than torch's keep their current groups. If a hook adds a group, write: "
     "if len(self.opt.param_groups) < 2: self.opt.add_param_group(...)"
 )
 
 
 @dataclass(slots=True)
 class BegunEpoch:
-    """What the beginning of an epoch has left in this process.
+    """The effects of the beginning of an epoch in this process.
 
     Attributes:
-        epoch: which one.
-        goes_on: whether the loader has been given for this epoch before, in this process or an earlier one.
-        modes: of the parts whose modes the hooks have changed.
+        epoch: its number, from 0.
+        goes_on: whether the loader was asked for in this epoch before, in this process or an earlier one.
+        modes: the modes of the parts whose modes the hooks have changed.
         rng: the random state after the hooks; None before.
         before_hooks, before_loader: the state at these moments.
         optimized: the parameters that the optimizers held before the hooks.
@@ -57,7 +57,7 @@ class BegunEpoch:
 
 @dataclass(slots=True)
 class BegunValidation:
-    """What the beginning of a validation within training has left in this process.
+    """The effects of the beginning of a validation within training in this process.
 
     Attributes:
         announced: whether the subscribers of `VALIDATION_BEGIN` have been called in this process.
@@ -69,15 +69,15 @@ class BegunValidation:
 
 
 class Beginnings:
-    """Calls that begin something, and the state from before them.
+    """Calls that begin a training, an epoch or a validation, and the state from before them.
 
-    What is restored within an epoch contains the effects of the calls that began it. They have to be made again all the
-    same: they give the loader, freeze parameters and set attributes that no checkpoint has. So each such call is made
-    on the state from before its first time, and afterwards the state is what it was before the call.
+    A state that was saved within an epoch contains the effects of the calls that began the epoch. A resume must repeat
+    the calls: they give the loader, freeze parameters and set attributes that are in no checkpoint. Each repeated call
+    therefore begins with the state from before its first time. The current state is restored after it.
 
     Args:
-        context: of the run.
-        loop: of the run.
+        context: the context of the run.
+        loop: the training loop of the run.
     """
 
     def __init__(self, context: RunContext, loop: TrainLoop) -> None:
@@ -89,12 +89,12 @@ class Beginnings:
         self._validation: BegunValidation | None = None
 
     def old_states(self, begun: BegunEpoch | None, *, over: bool) -> dict[str, Any]:
-        """What a checkpoint keeps: the differences of the state now to those from before the calls.
+        """The entries of a checkpoint: the differences between the current state and those from before the calls.
 
-        Those of a private run hold no states of generators.
+        In a private run they contain no states of generators.
 
         Args:
-            begun: the epoch under way; None if it has not begun.
+            begun: the current epoch; None if it has not begun.
             over: whether the training ends here.
         """
         old = {
@@ -115,13 +115,13 @@ class Beginnings:
     def _differing(
         self, before: OldState | None, optimized: Sequence[Tensor] | None = None
     ) -> Mapping[str, Any] | None:
-        """What the state now has to get back of that from `before`, when optimizers held the `optimized` parameters."""
+        """The values of `before` that differ from the current state. Optimizers then held `optimized` parameters."""
         old = None if before is None else before.differing(user_states(self._context))
         joined = [] if optimized is None else name_joined(self._loop.work, optimized)
         return {"values": [], "added": [], **(old or {}), "joined": joined} if joined else old
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take back what `old_states` returned; None for nothing."""
+        """Load the result of `old_states`; None changes nothing."""
         if state is None:
             return
         self._loaded, self._old_training = state, state["training"]
@@ -129,7 +129,7 @@ class Beginnings:
         self._training_has_begun = not state["over"]
 
     def pop_epoch(self) -> tuple[bool, Mapping[str, Any] | None]:
-        """Whether the checkpoint lies within an epoch, be it before its first step, and the old state; once."""
+        """Return once whether the checkpoint was saved within an epoch, also before its first step; and its state."""
         return self._pop("epoch")
 
     def _pop(self, name: str) -> tuple[bool, Mapping[str, Any] | None]:
@@ -138,9 +138,9 @@ class Beginnings:
 
     @contextmanager
     def train_begin(self, *, over: bool) -> Iterator[None]:
-        """A block that fires `TRAIN_BEGIN`; its effect counts once for a training.
+        """A block that fires `TRAIN_BEGIN`. The event changes the state once for each training.
 
-        `over` says that there is nothing to train.
+        `over` is True if nothing is left to train.
         """
         context = self._context
         device = context.world.device
@@ -169,14 +169,14 @@ class Beginnings:
                 restore_rng(now, device)
 
     def end_training(self) -> None:
-        """The training has reached its end; another one may follow."""
+        """Note that the training has reached its end. Another one may follow."""
         self._training_has_begun = False
 
     @contextmanager
     def validation(self) -> Iterator[BegunValidation]:
-        """A block that asks for the loaders of a validation and fires `VALIDATION_BEGIN`; each acts once on the state.
+        """A block that asks for the loaders of a validation and fires `VALIDATION_BEGIN`.
 
-        One that was broken off begins again on the state from before it.
+        Each of the two changes the state once. An interrupted block begins again with the state from before it.
         """
         begun = self._validation
         if begun is not None:
@@ -202,12 +202,12 @@ class Beginnings:
         return not begun.announced and self._context.events.has_foreign(Event.VALIDATION_BEGIN)
 
     def end_validation(self) -> None:
-        """The validation of the training that was under way has finished."""
+        """Note that the current validation within the training has finished."""
         self._validation = None
 
     @contextmanager
     def whole_or_undone(self) -> Iterator[None]:
-        """A block that leaves no trace in states if it raises, as the pass over a loader that is broken off."""
+        """A block that restores the states if it raises, such as an interrupted pass over a loader."""
         before = self.take()
         try:
             yield
@@ -215,11 +215,11 @@ class Beginnings:
             try:
                 self.put_back(before)
             except Exception as failure:
-                annotate(error, f"also, while states were put back: {type(failure).__name__}: {failure}")
+                annotate(error, f"also, while states were restored: {type(failure).__name__}: {failure}")
             raise
 
     def take(self) -> OldState | None:
-        """The state of now; None where a `get_state` fails, since a hook may have yet to make what it returns."""
+        """The current state; None if a `get_state` fails, because a hook may have to create its attributes first."""
         memory = memory_of(self._context.module.parameters())
         try:
             states = user_states(self._context)
@@ -228,7 +228,7 @@ class Beginnings:
         return OldState(states, lambda leaf: lies_in(leaf, memory))
 
     def settle(self, *states: OldState | None) -> None:
-        """Drop parameters that have not changed since they were taken."""
+        """Drop copies of parameters that have not changed."""
         held = {id(state): state for state in states if state is not None and state.has_weights}
         if held:
             now = user_states(self._context, generators=False)
@@ -236,7 +236,7 @@ class Beginnings:
                 state.drop_unchanged_weights(now)
 
     def put_back(self, old: OldState | None) -> None:
-        """Make the state what it was when `old` was taken."""
+        """Restore the state `old`."""
         if old is not None:
             self._put_back(old.differing(user_states(self._context)))
 
@@ -246,10 +246,10 @@ class Beginnings:
 
     @contextmanager
     def replay(self, old: Mapping[str, Any] | None, *, on_all: bool) -> Iterator[None]:
-        """A block that makes calls once more: it begins on the `old` state, and the state of now follows it.
+        """A block that repeats calls: it begins with the `old` state, and restores the current state at its end.
 
-        What is recorded in it is forgotten. Without `on_all` the calls are not expected to change parameters and
-        moments of optimizers, which spares copies of them.
+        Metrics that are logged in it are dropped. Without `on_all`, parameters and moments of optimizers are not
+        copied: the calls are not expected to change them.
         """
         context, loop = self._context, self._loop
         kept = RunSnapshot(

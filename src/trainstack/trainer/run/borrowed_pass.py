@@ -26,14 +26,15 @@ def bind_borrowed_pass(
     collectors: Sequence[OutputCollector],
     end_backward: Callable[..., Any] | None,
 ) -> BorrowedPass:
-    """A function that runs a borrowed micro-batch: the passes, hooks and collectives of a real one, with weight 0.
+    """Return a function that runs a borrowed micro-batch.
 
-    Buffers, random states, logs and outputs are restored. Plain attributes that user code writes are not.
+    It runs the passes, hooks and collectives of a real micro-batch, with weight 0. Buffers, random states, logs and
+    outputs are restored. Plain attributes that user code writes are not.
 
     Args:
         accumulate: the verb.
-        work, state: of the loop.
-        collectors: get the structure of the outputs, without a row.
+        work, state: the workload and the counters of the loop.
+        collectors: receive the structure of the outputs, without rows.
         end_backward: called after the backward pass; may be None.
     """
     snapshot = ModuleSnapshot(work.module)
@@ -49,7 +50,7 @@ def bind_borrowed_pass(
                 backward(work, loss, 0.0)
             for collector in collectors:
                 collector.collect_structure(outputs)
-            if end_backward is not None:  # of gradients that are the same on all ranks, in the last pass
+            if end_backward is not None:  # in the last pass, its gradients are the same on all ranks
                 end_backward(number, loss)
         state.micro_batch += 1
 
@@ -57,7 +58,7 @@ def bind_borrowed_pass(
 
 
 def _loss_of(outputs: Any) -> Tensor:
-    """The loss; a layer that computes gradients of single records returns it without a graph."""
+    """The loss. A layer that computes gradients of single records returns it without a graph."""
     loss = loss_item(outputs)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         return loss.mean() if loss.dim() else loss

@@ -1,4 +1,4 @@
-"""`DueWork` logs, validates and saves at the steps at which something is due, and stops the loop."""
+"""`DueWork` logs, validates and saves at the steps at which one of these is due, and stops the loop."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from trainstack.trainer.run.stopping import Stopped, Stopper
 from trainstack.trainer.run.train_loop import TrainLoop
 
 MOST_PENDING_STEPS = 1000
-"""The losses of at most so many steps wait on the device, however far apart log points are."""
+"""The largest number of steps whose losses wait on the device, for any distance of log points. One synchronization in
+1,000 steps costs almost no time, and more pending losses would only use more memory."""
 
 
 class DueWork:
-    """What is due between two steps of a training.
+    """The work between two steps of a training.
 
     Args:
-        context: of the run.
-        data: of the run.
-        stopper: asked when the run is to stop.
+        context: the context of the run.
+        data: the training data of the run.
+        stopper: tells whether the run is to stop.
         saver: polled for saves in the background.
 
     Attributes:
-        validation: when to validate.
+        validation: the schedule of validations.
         log_interval: global steps between two log points.
-        save_timer: when a save is due by time.
-        loop: of the run.
-        evaluator: of the run; made after this object, as `loop` is.
-        attended: the last global step at which all was done that was due.
+        save_timer: tells whether a save is due by time.
+        loop: the training loop of the run.
+        evaluator: the evaluator of the run. Like `loop`, it is made and set after this object.
+        attended: the last global step whose due work is complete.
     """
 
     loop: TrainLoop
@@ -56,19 +57,20 @@ class DueWork:
         self.set_intervals()
 
     def set_intervals(self) -> None:
-        """Take the intervals of the arguments in force, for the plan as it is now."""
+        """Set the intervals from the current arguments and the current plan."""
         args, plan = self._context.args, self._data.plan
         self.validation = ValidationSchedule(args.validate_every, plan)
         self.log_interval = whole_steps("log_every", args.log_interval, plan)
 
     def begin_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
-        """Work with `reporter`; `save` writes a checkpoint, with True at the multiples of `save_every`."""
+        """Use `reporter` in this epoch. `save` writes a checkpoint, with True at multiples of `save_every`."""
         self._reporter, self._save, self._save_every = reporter, save, save_every
 
     def attend(self) -> None:
-        """What is due at this step: log, validate, save, poll the display, stop; and find the next due step."""
-        # The order matters for an exact resume: a checkpoint holds what was recorded and measured at this step, and a
-        # run that stops here has saved what was due. Each part is marked as done before user code runs in it.
+        """Do the due work of this step: log, validate, save, poll the display, stop; and find the next due step."""
+        # The order matters for an exact resume: a checkpoint has the records and the measurements of this step, and a
+        # run that stops here has already written a due checkpoint. Each part is marked as done before user code runs
+        # in it, so that a resume after an exception does not repeat it.
         state, step, reporter = self.state, self.state.global_step, self._reporter
         if is_log_point(step, self.log_interval, self._data.plan.max_steps):
             self._data.compare_streams()
@@ -93,7 +95,7 @@ class DueWork:
         if self._stopper.is_due(step) or state.ends_epoch:
             raise Stopped
         self.set_next_step()
-        self._saver.poll()  # after that: what fails later moves `next_due_step` again
+        self._saver.poll()  # after `set_next_step`: a save that fails later changes `next_due_step` again
 
     def _save_if_due(self) -> None:
         state = self.state
@@ -101,11 +103,11 @@ class DueWork:
         periodic |= self._save_every is not None and state.global_step % self._save_every == 0
         if not (state.begin_due(DuePart.SAVE) and (periodic or self._is_best())) and not self._saver.pending_save:
             return
-        self._reporter.write()  # a history counts as written once it is saved
+        self._reporter.write()  # before the save: the saved history counts as written
         try:
             self._save_now(True)
         except BaseException:
-            state.due_part = int(DuePart.VALIDATION)  # `train()`, called again, saves
+            state.due_part = int(DuePart.VALIDATION)  # so that the next call of `train()` saves
             raise
 
     def save_epoch(self) -> None:
@@ -113,15 +115,15 @@ class DueWork:
         self._save_now(self._is_best() or self._saver.pending_save)
 
     def _save_now(self, force: bool) -> None:
-        """Save at a step boundary, where everything that goes into a checkpoint fits together."""
+        """Save at a step boundary, where all parts of a checkpoint belong to the same step."""
         self._context.busy = self._saver.pending_save = False
         self._save(force)
         self._context.busy = True
 
     def _is_best(self) -> bool:
-        """Whether a validation at this step has brought the best value yet of what the checkpointer keeps the best by.
+        """Whether a validation at this step gave the best value so far of the metric for the best checkpoint.
 
-        All processes get the answer of the main one.
+        All processes use the answer of the main one.
         """
         wanted, step = self._context.checkpointer.keeps_best_by, self.state.global_step
         if wanted is None or self.state.validated_step != step:
@@ -136,16 +138,16 @@ class DueWork:
         return bool(self._world.comm.broadcast_object(best, "comparing a validation with the best"))
 
     def _validate_within(self) -> None:
-        """Validate at a step boundary; one that is broken off is gone on with when the run is."""
+        """Validate at a step boundary. The next run continues an interrupted validation."""
         self.evaluator.validate(self._reporter)
         self.state.validates = False
         self._reporter.end_validation(self.state)
 
     def set_next_step(self) -> None:
-        """Tell the loop the next step at which anything is due."""
+        """Set the next step at which the loop calls `attend`."""
         step = self.state.global_step
         self.loop.next_measured_step = self.next_log_step
-        # the polls may be overdue, hence `max(1, ...)`; the others always come after `step`
+        # the times of polls and saves may be in the past, hence `max(1, ...)`; the others always come after `step`
         look = self._reporter.progress.next_poll - self.state.steps_in_epoch
         due = [self.next_log_step - step, MOST_PENDING_STEPS - step % MOST_PENDING_STEPS, max(1, look)]
         due.append(max(1, self._stopper.next_poll - step))
@@ -154,12 +156,12 @@ class DueWork:
         if self._save_every is not None:
             due.append(self._save_every - step % self._save_every)
         self.loop.next_due_step = step + min(due)
-        if self._stopper.is_requested or self._saver.pending_save:  # looked at last: later ones call `wake` themselves
+        if self._stopper.is_requested or self._saver.pending_save:  # read last: later requests call `wake`
             self.loop.wake()
 
     @property
     def next_log_step(self) -> int:
-        """The global step of the log point that comes next."""
+        """The global step of the next log point."""
         step, last = self.state.global_step, self._data.plan.max_steps
         due = step + self.log_interval - step % self.log_interval
         return due if last is None or last <= step else min(due, last)

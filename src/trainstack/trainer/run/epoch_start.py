@@ -25,24 +25,24 @@ from trainstack.trainer.run.training_modes import TrainingModes
 
 
 class EpochStart:
-    """Begins epochs, and what is left of them after an interruption.
+    """Begins epochs, and continues them after an interruption.
 
     Args:
-        context: of the run.
-        data: of the run.
-        loop: of the run.
-        hooks: of the module.
-        modes: in which the parts of the module train.
-        beginnings: what the hooks act on.
-        due: whose validations follow the plan.
-        streams: of random numbers, of a private run; None for others.
+        context: the context of the run.
+        data: the training data of the run.
+        loop: the training loop of the run.
+        hooks: the hooks of the module.
+        modes: the modes in which the parts of the module train.
+        beginnings: keeps the states from before the hooks.
+        due: gets the plan of the epoch for its validations.
+        streams: the random streams of a private run; None for other runs.
         saves: whether the run saves checkpoints.
 
     Attributes:
-        begun: the last epoch that was begun in this process.
-        pending_rng: the random state to go on with; used up when training goes on.
-        epoch_rng: the random state that the epoch under way began with.
-        saved_metadata: of the checkpoint, for the next epoch to compare its data; None once it has.
+        begun: the last epoch that began in this process.
+        pending_rng: the random state of the checkpoint until training continues; None afterwards.
+        epoch_rng: the random state at the beginning of the current epoch.
+        saved_metadata: the metadata of the checkpoint until the next epoch has compared its data; None afterwards.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class EpochStart:
     def begin(self) -> Iterator[StepBatches]:
         """Call the hooks that begin the epoch and ask for its data.
 
-        Where the epoch goes on, they see the random state and the state that it began with, and afterwards the state is
-        what it was. Hooks that were called in this process are not called again: what they have set is still there.
+        In a continued epoch, the hooks get the random state and the state from its beginning, and the current states
+        are restored after them. Hooks that this process has called are not called again: their effects still exist.
         """
         state, device = self._context.state, self._context.world.device
         now = self.pending_rng or capture_rng(device)
@@ -83,13 +83,13 @@ class EpochStart:
                 steps = self._ask_for_data(begun)
             if state.steps_in_epoch and not state.epoch_end and self._loop.epoch_outputs is not None:
                 self._context.log.warning(
-                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the steps from here "
-                    "on, those before the interruption are gone."
+                    f"resumed within epoch {state.epoch}: on_end_train_epoch gets the outputs of the remaining steps. "
+                    "The outputs before the interruption are lost."
                 )
         else:
             self._modes.restore(begun.modes)
             with self._beginnings.replay(None, on_all=False) if begun.goes_on else nullcontext():
-                self._beginnings.put_back(begun.before_loader)  # a call that has raised leaves no trace
+                self._beginnings.put_back(begun.before_loader)  # undoes an earlier call that raised
                 steps = self._ask_for_data(begun)
         if begun.goes_on:
             restore_rng(now, device)
@@ -98,7 +98,7 @@ class EpochStart:
         return steps
 
     def _begin_calls(self) -> list[Callable[[], Any]]:
-        """The hook and the subscribers of the beginning of an epoch, as far as there are some."""
+        """The hook and the subscribers of the beginning of an epoch; empty without any."""
         state, hook, events = self._context.state, self._hooks.begin_train_epoch, self._context.events
         if hook is None and not any(map(events.has, (Event.EPOCH_BEGIN, Event.TRAIN_EPOCH_BEGIN))):
             return []
@@ -116,7 +116,7 @@ class EpochStart:
             self.restore_rng_once()
             self.epoch_rng = capture_rng(device)
         self._modes.restore()
-        if self._saves or not calls:  # in this process, only the loader is asked for again
+        if self._saves or not calls:  # the state before the hooks is needed in checkpoints only
             begun.before_hooks = begun.before_loader = self._beginnings.take()
             begun.optimized = optimized_parameters(self._loop.work)
         try:
@@ -150,12 +150,12 @@ class EpochStart:
 
     @property
     def length_may_change(self) -> bool:
-        """Whether no schedule was laid out for the number of steps that the data of the first epoch have."""
+        """Whether no schedule depends on the number of steps in the first epoch."""
         by_epoch = not self._loop.schedules.counts_updates
         return not self._context.stack.is_private and (by_epoch or self._data.plan.max_steps is not None)
 
     def restore_rng_once(self) -> None:
-        """Go on with the random state of the checkpoint, if that has not happened yet."""
+        """Restore the random state of the checkpoint, if that has not happened yet."""
         if self.pending_rng is not None:
             restore_rng(self.pending_rng, self._context.world.device)
             self.pending_rng = None

@@ -1,7 +1,7 @@
 """`train_steps` runs the global steps of an epoch on a stack.
 
-Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. Nothing in here reads a value from
-an accelerator, unless non-finite steps are to be skipped: each step then depends on its loss and gradient.
+Zeroing, schedulers, counters, collecting and hooks happen here and nowhere else. This module reads no value from an
+accelerator, unless it must skip non-finite steps: each step then depends on its loss and gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
     if loop.is_torn:
         raise ConfigurationError(
             f"global step {loop.state.global_step + 1} has failed between two of its updates, so the weights belong to "
-            "no step. Make a new Trainer, which resumes from the last checkpoint."
+            "no step. Create a new Trainer, which resumes from the last checkpoint."
         )
     with loop.work.params.watch():
         _train_steps(loop, steps)
@@ -94,11 +94,11 @@ def _train_steps(loop: TrainLoop, steps: Iterable[StepBatches]) -> None:
 
 Update = Callable[[StepBatches], tuple[list[Tensor | float], Tensor | None, bool, Callable[[], None]]]
 """Trains on a step. Returns the losses of its micro-batches, the norm of its gradients, whether weights have moved, and
-what ends the step."""
+the function that ends the step."""
 
 
 def _bind_update(loop: TrainLoop, buffers: ModuleSnapshot) -> Update:
-    """One update a step."""
+    """Return the `Update` of a step with one update."""
     stack, state, clip, workloads = loop.stack, loop.state, loop.stack.clip, _workloads(loop.work)
     run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind_before_update()
     end_update, end_skip = _bind_step_end(loop)
@@ -121,7 +121,7 @@ def _bind_update(loop: TrainLoop, buffers: ModuleSnapshot) -> Update:
 
 
 def _bind_updates(loop: TrainLoop) -> Update:
-    """Several updates a step, or one with a closure."""
+    """Return the `Update` of a step with several updates, or with one that evaluates a closure."""
     backward = propagate_nonfinite(loop.stack.backward) if loop.skip_nonfinite else loop.stack.backward
     forward, backward = with_batch_events(loop.stack.forward, backward, loop.bind)
     after_update, zero = loop.bind(Event.AFTER_OPTIMIZER_STEP), _in_turn(_bind_zeroing(loop))
@@ -146,7 +146,7 @@ def _bind_updates(loop: TrainLoop) -> Update:
 
 
 def _workloads(work: Workload) -> tuple[tuple[Workload, Workload], tuple[Workload, Workload]]:
-    """For even and for uneven steps: `work`, and the same without the norm of the gradients."""
+    """For even and for uneven steps: `work`, and a copy that does not compute the norm of the gradients."""
     uneven = replace(work, uneven=True)
     return (work, work.without_grad_norm()), (uneven, uneven.without_grad_norm())
 
@@ -157,7 +157,7 @@ def _borrowed_pass(loop: TrainLoop, verbs: PassVerbs) -> BorrowedPass:
 
 
 def _pass_verbs(loop: TrainLoop) -> PassVerbs:
-    """The verbs of a pass; where some steps are run twice, those that record what they are given."""
+    """The verbs of a pass. If some steps are run twice, the verbs record their arguments."""
     stack = loop.stack
     backward = propagate_nonfinite(stack.backward) if loop.skip_nonfinite else stack.backward
     verbs = PassVerbs(stack.accumulate, stack.forward, backward, scale_gradients)
@@ -167,8 +167,8 @@ def _pass_verbs(loop: TrainLoop) -> PassVerbs:
 def _drop_foreign_gradients(loop: TrainLoop) -> None:
     """Drop gradients that no step of this epoch has computed.
 
-    Those of before the run and of a step that failed are dropped all. Those of user code between two epochs are dropped
-    but for an optimizer with its own `zero_grad`, which may keep some on purpose.
+    All gradients from before the run and from a failed step are dropped. Gradients that user code computed between two
+    epochs are kept only for an optimizer that overrides `zero_grad`, because it may keep some on purpose.
     """
     kept: set[int] = set()
     if not loop.has_gradients:
@@ -180,7 +180,10 @@ def _drop_foreign_gradients(loop: TrainLoop) -> None:
 def _bind_micro_batches(
     loop: TrainLoop, buffers: ModuleSnapshot
 ) -> Callable[[StepBatches, Workload], list[Tensor | float]]:
-    """Forward and backward of a step's micro-batches, with every verb and hook looked up once; returns their losses."""
+    """Return a function that runs forward and backward of a step's micro-batches, and returns their losses.
+
+    Every verb and hook is looked up once, here.
+    """
     stack, state, fast = loop.stack, loop.state, loop.work.fast_paths
     verbs = _pass_verbs(loop)
     accumulate, train, find = verbs.accumulate, Stage.TRAIN, _loss_finder(loop)
@@ -207,13 +210,14 @@ def _bind_micro_batches(
                     outputs = forward(work, train, batch, number)
                     loss = find(outputs)
                     value = fast_copy(loss, enabled=fast)  # user code and optimizers may write to the loss later
-                    if weight or is_reduced:  # the gradients of all ranks are summed there
+                    # With reduction, weight 0 also needs a backward pass: the other ranks wait for its collectives.
+                    if weight or is_reduced:
                         backward(work, loss, weight)
                 losses.append(value)
                 if observe is not None:
                     observe(outputs, number, loss)
                 state.micro_batch += 1
-                del batch, outputs, loss  # the next fetch may reuse their memory, and needs room
+                del batch, outputs, loss  # frees their memory for the next fetch
         except Exception:
             loop.failed_in = state.micro_batch
             raise
@@ -224,8 +228,8 @@ def _bind_micro_batches(
 
 
 def _end_passes(stack: TrainerBackend, work: Workload, last: bool, scale: float) -> None:
-    """Make the gradients those of the step, of all parameters that take part in it by now."""
-    if not last:  # in one process, a loader without length has ended within the step
+    """Complete the gradients of the step, also those of parameters that were added within it."""
+    if not last:  # on one process, a loader without length has ended within the step
         with stack.accumulate(work, True):
             pass
     work.world.comm.raise_if_aborted()  # the gradients of this step may not have been summed
@@ -235,7 +239,7 @@ def _end_passes(stack: TrainerBackend, work: Workload, last: bool, scale: float)
 
 
 def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
-    """`find_loss`; in the first epoch it gives the first loss to `loop.inspect_loss`, if there is one."""
+    """`find_loss`; if there is a `loop.inspect_loss`, the first loss of the first epoch is passed to it."""
     if loop.inspect_loss is None:
         return find_loss
 
@@ -250,7 +254,10 @@ def _loss_finder(loop: TrainLoop) -> Callable[[Any], Tensor]:
 
 
 def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | None:
-    """What collects outputs, and the hook and the subscribers of the end of a backward pass; None for nothing."""
+    """Return a function that collects outputs and calls the hook and the subscribers of the end of a backward pass.
+
+    None if there is no collector, hook or subscriber.
+    """
     end_backward = loop.bind_end_backward()
     collectors = [c.collect for c in (loop.step_outputs, loop.epoch_outputs) if c is not None]
     if not collectors and end_backward is None:
@@ -266,7 +273,8 @@ def _bind_observers(loop: TrainLoop) -> Callable[[Any, int, Tensor], None] | Non
 
 
 def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What ends a step in which the optimizers were stepped, and one that was skipped: zeroing, events and hooks."""
+    """Return two functions with zeroing, events and hooks: the first ends a step with an update, the second a skipped
+    one."""
     optimizers, after_update = loop.work.optimizers, loop.bind(Event.AFTER_OPTIMIZER_STEP)
     calls = [*_bind_zeroing(loop), *_bind_end_train_step(loop)]
     updated = [] if after_update is None else [partial(after_update, optimizers)]
@@ -274,7 +282,7 @@ def _bind_step_end(loop: TrainLoop) -> tuple[Callable[[], None], Callable[[], No
 
 
 def _bind_zeroing(loop: TrainLoop) -> list[Callable[[], None]]:
-    """What drops the gradients, with its events."""
+    """The calls that drop the gradients, with their events."""
     optimizers = loop.work.optimizers
     before_zero, after_zero = loop.bind(Event.BEFORE_ZERO_GRAD), loop.bind(Event.AFTER_ZERO_GRAD)
     calls: list[Callable[[], None]] = []
@@ -291,7 +299,10 @@ def _in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
 
 
 def _bind_zero_gradients(work: Workload) -> Callable[[], None]:
-    """Drops the gradients of all parameters; an optimizer with another `zero_grad` than torch's zeroes its own."""
+    """Return a function that drops the gradients of all parameters.
+
+    An optimizer that overrides `zero_grad` zeroes the gradients of its parameters.
+    """
     params = work.params
     public = [one for one in work.optimizers if not (work.fast_paths and has_usual_zero_grad(one))]
 
@@ -309,7 +320,7 @@ def _bind_zero_gradients(work: Workload) -> Callable[[], None]:
 
 
 def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
-    """The hook and the subscribers of the end of a step."""
+    """The calls of the hook and of the subscribers of the end of a step."""
     hook, collector, state = loop.hooks.end_train_step, loop.step_outputs, loop.state
     fire = loop.bind(Event.TRAIN_STEP_END)
     calls: list[Callable[[], None]] = []
@@ -320,7 +331,7 @@ def _bind_end_train_step(loop: TrainLoop) -> list[Callable[[], None]]:
             outputs: tuple[Any, ...] | None = ()
             if collector is not None:  # a step of a private run may be without samples
                 outputs = None if collector.is_empty and insists else collector.as_arguments
-                collector.reset()  # before the hook, which may raise
+                collector.reset()  # before the hook, because the hook may raise
             if outputs is not None:
                 hook(state.global_step, *outputs)
 
@@ -338,7 +349,7 @@ def _prepare_micro_batch(
     buffers: ModuleSnapshot,
     verbs: PassVerbs,
 ) -> None:
-    if not weight and not losses:  # perhaps the step counts nothing, and moves nothing
+    if not weight and not losses:  # the whole step may have weight 0: `_train_steps` then restores the buffers
         buffers.keep()
     if step_batches.rescale != 1.0:
         work.params.refresh()
@@ -349,9 +360,9 @@ def _prepare_micro_batch(
 def _is_nonfinite(
     loop: TrainLoop, step_batches: StepBatches, losses: Sequence[Tensor | float], norm: Tensor | None
 ) -> bool:
-    """Whether the norm is inf or nan or, on one process, a loss is: its gradient may be masked.
+    """Whether the norm is inf or nan. On one process, also whether a loss is, because its gradient may be masked.
 
-    Several processes must agree, and have the norm in common only.
+    Several processes must agree, and only the norm is equal on all of them.
     """
     if norm is None:
         return False
@@ -382,11 +393,12 @@ def _drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def propagate_nonfinite(backward: Callable[[Workload, Tensor, float], None]) -> Callable[..., None]:
     """`backward` with gradients that are nan if the loss is inf or nan.
 
-    So the norm of the gradients alone, which is the same on every process, tells whether a step is to be skipped.
+    The norm of the gradients is equal on every process. With this function it suffices to decide whether to skip a
+    step.
     """
 
     def backward_with_check(work: Workload, loss: Tensor, weight: float) -> None:
-        factor = 1.0 + 0.0 * loss.detach()
+        factor = 1.0 + 0.0 * loss.detach()  # 1 for a finite loss, else nan, without a read from the device
         handle = loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
         try:
             backward(work, loss, weight)

@@ -22,10 +22,11 @@ from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.progress import NoProgress
 
 _FLUSH_EVERY = 1000
+"""Global steps between two reads of the losses, as `due_work.MOST_PENDING_STEPS`."""
 
 
 class DataLoaderRunner:
-    """Runs the loop over dataloaders as they come; data order, checkpoints and logs are the trainer's business."""
+    """Runs the loop over given dataloaders. It has no data order, checkpoints or logs; the trainer adds these."""
 
     def __init__(self, stack: TrainerBackend, args: TrainerBackendArguments) -> None:
         self._stack, self._args, self._state = stack, args, RunState()

@@ -25,35 +25,35 @@ from trainstack.trainer.run.train_loop import TrainLoop
 from trainstack.trainer.run.trial import restore_after
 
 DIVERGED = 4.0
-"""So many times the smallest running mean of the loss ends the search."""
+"""The search ends when the running mean of the loss exceeds its minimum by this factor. fastai uses the same factor."""
 SMOOTHING, SETTLED = 0.9, 10
-"""The running mean keeps so much of itself at each step, and so tells something after so many steps."""
+"""The factor of the running mean of the loss, and the number of steps before the mean is used, 1 / (1 - 0.9)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LRFinderResult:
-    """What `find_lr` saw.
+    """The result of `find_lr`.
 
     Attributes:
         rates: learning rates, one for each global step that moved the weights.
-        losses: of those steps.
+        losses: the losses of these steps.
     """
 
     rates: tuple[float, ...]
     losses: tuple[float, ...]
 
     def __repr__(self) -> str:
-        """The suggestion, and what was tried."""
+        """The suggestion, and the range of the rates."""
         tried = f"{self.rates[0]:.3g} to {self.rates[-1]:.3g}" if self.rates else "none"
         return f"LRFinderResult(suggestion={self.suggestion}, {len(self.rates)} rates: {tried})"
 
     @property
     def suggestion(self) -> float | None:
-        """The rate around which the loss falls fastest over the logarithm of the rate; None if it falls nowhere.
+        """The rate at which the loss decreases fastest over the logarithm of the rate; None if it never decreases.
 
-        Slopes are those of the lines that fit best through the losses of a quarter of the search.
+        Each slope is that of a least-squares line through a quarter of the losses.
         """
-        half = max(1, len(self.losses) // 8)
+        half = max(1, len(self.losses) // 8)  # an eighth on both sides is a quarter
         places = range(-half, half + 1)
         slopes = {
             rate: sum(place * self.losses[middle + place] for place in places)
@@ -67,12 +67,12 @@ class LRFinderResult:
 def try_rates(
     context: RunContext, data: TrainingData, work: Workload, modes: Modes, start: float, end: float, steps: int
 ) -> LRFinderResult:
-    """The trial of `find_lr`, which all processes make together; the module trains in `modes`."""
+    """Run the search of `find_lr`. All processes call this together. The module trains in `modes`."""
     problem = data.training_set.problem
     if context.busy:
-        problem = "a run is under way"
+        problem = "training is running"
     elif context.stack.is_private:
-        problem = "the run is private, and the trial would spend privacy"
+        problem = "the run is private, and the search would spend privacy budget"
     if problem is not None:
         raise ConfigurationError(
             f"find_lr: {problem}. Call it before train, on a DataLoader over a map-style data set."
@@ -87,7 +87,7 @@ def try_rates(
         def attend() -> None:
             loop.meter.flush()
             loss = loop.meter.interval.pop()
-            if loss is None:  # nothing moved
+            if loss is None:  # the step was skipped
                 return
             rates.append(ramp.rate)
             losses.append(loss)
@@ -95,13 +95,13 @@ def try_rates(
             ramp.set_rate(ramp.rate * ramp.factor)
 
         loop.on_due, loop.next_due_step = attend, 0
-        with suppress(NonFiniteError):  # it has diverged
+        with suppress(NonFiniteError):  # the loss has diverged
             train_steps(loop, _iter_steps(data, state, steps, means))
     return LRFinderResult(rates=tuple(rates), losses=tuple(losses))
 
 
 def _iter_steps(data: TrainingData, state: RunState, steps: int, means: list[float]) -> Iterator[StepBatches]:
-    """The steps of as many epochs as it takes, until the loss diverges or steps tell nothing any more."""
+    """The steps of any number of epochs, until `steps` are measured, the loss diverges or too many are skipped."""
     idle = known = 0
     for epoch in count():
         state.epoch = epoch
@@ -115,7 +115,7 @@ def _iter_steps(data: TrainingData, state: RunState, steps: int, means: list[flo
 
 
 class _Ramp:
-    """Sets the rates of all optimizers, growing by one factor a step."""
+    """Sets the rates of all optimizers. They grow by the same factor in each step and keep their ratios."""
 
     def __init__(self, optimizers: tuple[Optimizer, ...], start: float, end: float, steps: int) -> None:
         self.rate, self.factor = start, (end / start) ** (1 / (steps - 1))

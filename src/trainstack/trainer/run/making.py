@@ -1,4 +1,4 @@
-"""What `Run` is made of: the hooks, the optimizers and the loop of a module on a stack."""
+"""Make the parts of `Run`: the hooks, the optimizers and the loop of a module on a stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainstack.trainer.tracking.log_sink import LogSink
 
 
 def make_hooks(context: RunContext, stopper: Stopper) -> Hooks:
-    """The hooks of the module; those and the subscribers of events get no records where a layer hides them."""
+    """Find the hooks of the module. If a layer hides records, hooks and subscribers of events get none."""
     hides_records = any(layer.hides_records for layer in context.stack.layers())
     if hides_records:
         context.events.hide_records()
@@ -36,18 +36,18 @@ def make_hooks(context: RunContext, stopper: Stopper) -> Hooks:
     if hooks.withheld:
         context.log.warning(
             f"{' and '.join(hooks.withheld)} of {type(context.module).__name__} will be called without outputs: a "
-            "private run gives records and outputs of training to no hook. DifferentialPrivacyArguments("
-            "expose_records=True) gives them, and makes the run NOT PRIVATE."
+            "private run passes no records and outputs of training to hooks. DifferentialPrivacyArguments("
+            "expose_records=True) passes them, and makes the run NOT PRIVATE."
         )
     return hooks
 
 
 def connect_module(context: RunContext, run_data: TrainingData) -> None:
-    """Give the module the plan, the place where it logs, and a view of the step under way."""
+    """Set the plan, the log sink and the view of the current step in the module."""
     module = context.module
     module.plan = run_data.plan
     sink = module._log_sink = context.sink = (module._log_sink or LogSink()).connect(context.history, context.state)
-    data = weakref.ref(run_data)  # the module may outlive the run; the sink has the counters of the step under way
+    data = weakref.ref(run_data)  # the module may outlive the run; the sink has the counters of the current step
     module._step_view = StepView(lambda: MicroBatchInfo() if (mine := data()) is None else mine.micro_batch(sink.state))
 
 
@@ -66,20 +66,20 @@ def _prepare_model(context: RunContext) -> CompiledModels | None:
 def make_loop(
     context: RunContext, data: TrainingData, hooks: Hooks, log_interval: int, *, trains: bool, saves: bool
 ) -> TrainLoop:
-    """Compile the module, ask it for optimizers and schedulers, and let the stack prepare it.
+    """Compile the module, get its optimizers and schedulers, and prepare it with the stack.
 
     Args:
-        context: of the run.
-        data: of the run.
-        hooks: of the module.
+        context: the context of the run.
+        data: the training data of the run.
+        hooks: the hooks of the module.
         log_interval: global steps between two log points.
-        trains: False for no optimizers.
+        trains: False to make no optimizers.
         saves: whether the run saves checkpoints.
     """
     module, stack, world, state = context.module, context.stack, context.world, context.state
     args, plan = context.args, data.plan
     compiled = _prepare_model(context)
-    context.compiled = context.compiled or compiled  # an evaluation before training may have compiled it
+    context.compiled = context.compiled or compiled  # an earlier evaluation may have compiled the module
     ahead = plan.rest(state.epoch, state.global_step) if args.reset_optimizers_schedulers else plan
     epochs = max(1, ahead.epochs)
     stack.place(module, world)
@@ -91,7 +91,7 @@ def make_loop(
     work = Workload.from_module(*parts, fast_paths=args.fast_paths)
     agree_on_workload(context, data, work)
     check_updates(work, list(stack.layers()))
-    with context.sink.mute(state):  # a layer may try the module out
+    with context.sink.mute(state):  # a layer may run the module on trial inputs
         work = stack.prepare(work)
     keep = args.collect_train_outputs
     plan_ahead = replace(ahead, epochs=epochs)
@@ -116,19 +116,19 @@ def _make_optimizers(context: RunContext, steps_per_epoch: int, epochs: int) -> 
 
 
 def _may_misjudge_sums(context: RunContext, plan: TrainingPlan) -> bool:
-    """Whether a loss that is a sum would count for less than in a plain loop, and the module does not say."""
+    """Whether a summed loss would be scaled down, and the module does not set `loss_reduction`."""
     split = plan.accumulation > 1 or context.world.size > 1
     return split and not context.stack.is_private and getattr(context.module, "loss_reduction", None) is None
 
 
 def _inspect_loss(context: RunContext, data: TrainingData, loss: Tensor) -> None:
-    """Warn about the first loss if it is a sum over samples; nothing is computed for it."""
+    """Warn if the first loss is a sum over samples. This reads its graph and computes nothing."""
     samples = data.micro_batch(context.state).samples
     if looks_summed(loss, None if samples is None else len(samples)):
         name, parts = type(context.module).__name__, data.plan.accumulation * context.world.size
         context.log.warning(
-            f"{name}.train_step seems to return a sum over samples, and a step is split into {parts} parts, whose "
-            f"losses are averaged: of a sum, the loss and its gradient are about {parts} times smaller than those "
-            "of the whole batch. If the loss is a mean already, write loss_reduction = 'mean' in the module; if it "
-            "is a sum, return a mean, or write loss_reduction = 'sum' to add the parts up."
+            f"{name}.train_step seems to return a sum over samples, and a step averages the losses of its {parts} "
+            f"parts: the loss and its gradient are about {parts} times smaller than those of the whole batch. If the "
+            "loss is a mean, write loss_reduction = 'mean' in the module. If it is a sum, return a mean, or write "
+            "loss_reduction = 'sum' to add the parts up."
         )

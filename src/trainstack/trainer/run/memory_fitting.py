@@ -20,7 +20,7 @@ from trainstack.trainer.run.trial import restore_after
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is an allocator's: torch has a class for accelerators, and sentences for the rest."""
+    """Whether an allocator raised `error`. torch has a class for accelerators; other allocators have only messages."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     sentences = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -30,9 +30,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> None:
     """Halve the micro-batch of a run until one forward and backward pass fits on every process.
 
-    All processes call it together. The gradient of a global batch does not depend on how it is split, so the result of
-    the run stays what it is. Room is left for the gradients and for two values a parameter that optimizers may keep.
-    The samples tried are the first of the data set; where others are larger, choose `gpu_batch_size_limit` yourself.
+    All processes call it together. The gradient of a global batch does not depend on its split, so the result of the
+    run does not change. The trial also allocates two tensors for each parameter, as the states of Adam need. It uses
+    the first samples of the data set; if others are larger, set `gpu_batch_size_limit`.
 
     Raises:
         ConfigurationError: the library does not know the samples of the training loader, the run is private, or
@@ -42,18 +42,18 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
     problem = data.training_set.problem
     if yields_updates(work.module):
         raise ConfigurationError(
-            "fit_micro_batch=True: train_step yields, and its parts cannot be tried out without the updates between "
-            "them. Write gpu_batch_size_limit=... instead."
+            "fit_micro_batch=True: train_step yields, and its parts cannot be tested without the updates between them. "
+            "Write gpu_batch_size_limit=... instead."
         )
     if context.stack.is_private or problem is not None:
-        why = "the run is private, and its batches are drawn anew for each step" if problem is None else problem
+        why = "the run is private, and its batches are sampled for each step" if problem is None else problem
         raise ConfigurationError(
-            f"fit_micro_batch=True: batches cannot be tried out, since {why}. Write gpu_batch_size_limit=... instead."
+            f"fit_micro_batch=True: batches cannot be tested: {why}. Write gpu_batch_size_limit=... instead."
         )
     if has_shards(work.module):
         raise ConfigurationError(
-            "fit_micro_batch=True: each pass of a sharded module waits for all processes, so that one without memory "
-            "would leave the others waiting. Write gpu_batch_size_limit=... instead."
+            "fit_micro_batch=True: each pass of a sharded module waits for all processes, so they would wait forever "
+            "for a process without memory. Write gpu_batch_size_limit=... instead."
         )
     first = data.plan.micro_batch
     while not _fits_everywhere(context, data, work):
@@ -62,7 +62,7 @@ def fit_micro_batch(context: RunContext, data: TrainingData, work: Workload) -> 
     if plan.micro_batch != first:
         context.log.warning(
             f"a micro-batch of {first} does not fit into memory: each step is split into {plan.accumulation} of "
-            f"{plan.micro_batch}, with the same result. To save the trial, write gpu_batch_size_limit="
+            f"{plan.micro_batch}, with the same result. To skip the search, write gpu_batch_size_limit="
             f"{plan.micro_batch}."
         )
 
@@ -75,7 +75,7 @@ def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) ->
     except Exception as raised:
         if not ran_out_of_memory(raised):
             raise
-        error = raised.with_traceback(None)  # which holds what the pass has allocated
+        error = raised.with_traceback(None)  # the traceback references the tensors of the pass
     gc.collect()
     if world.device.type != "cpu":
         torch.get_device_module(world.device).empty_cache()
@@ -87,13 +87,13 @@ def _fits_everywhere(context: RunContext, data: TrainingData, work: Workload) ->
 
 
 def _try_once(context: RunContext, data: TrainingData, work: Workload) -> None:
-    """One pass that leaves nothing behind and sends nothing to other processes."""
+    """Run one pass that changes no state and communicates with no other process."""
     stack, step = context.stack, context.state.global_step + 1
     samples = data.training_set
     with restore_after(context, work, mix(context.state.seed, step), "fit_micro_batch=True"):
         chosen = torch.arange(min(data.plan.micro_batch, samples.length or 1))
         sampler = getattr(data.loader, "sampler", None)
-        if isinstance(sampler, LengthGroupedSampler):  # the longest samples come together
+        if isinstance(sampler, LengthGroupedSampler):  # one batch contains the longest samples
             chosen = sampler.lengths.topk(len(chosen)).indices
         batch = samples.fetch(chosen)
         kept = [torch.empty_like(p) for p in work.optimized_params for _ in range(2)]

@@ -1,4 +1,4 @@
-"""`StepRecord` keeps what the passes of a global step began with, so that they can be run again."""
+"""`StepRecord` keeps the inputs and states of the passes of a global step, so that they can be run again."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from trainstack.trainer.core.state_tree import copied, same
 
 
 class PassVerbs(NamedTuple):
-    """What a forward and a backward pass call.
+    """The functions that a forward and a backward pass call.
 
     Attributes:
         accumulate, forward, backward: the verbs of the stack.
-        scale: multiplies the gradients so far by a factor: see `StepBatches.rescale`.
+        scale: multiplies the accumulated gradients by a factor: see `StepBatches.rescale`.
     """
 
     accumulate: Callable[[Workload, bool], AbstractContextManager[Any]]
@@ -38,20 +38,20 @@ class PassVerbs(NamedTuple):
 
 
 class PassState:
-    """What a pass reads and may change, at one moment: all but weights, gradients and the batch.
+    """The state that a pass reads and may change, without weights, gradients and the batch.
 
-    These are random states, also those of generators that the module and the callbacks hold, buffers, plain attributes
-    of the module and of the objects that it holds, modes, and the states of layers and of `user_state`. The tensors
-    among them are copied, but for those of plain attributes that have 1 MiB together.
+    It consists of random states (also of generators that the module and the callbacks hold), buffers, modes, the states
+    of layers and of `user_state`, and the plain attributes of the module and of the objects that it holds. Tensors are
+    copied. Of the tensors in plain attributes at most 1 MiB is copied in total.
 
     Args:
-        context: of the run.
-        generators: that the module and the callbacks hold.
-        owners: of plain attributes; None to search for them.
-        written: other tensors that passes write to, which are copied too.
+        context: the context of the run.
+        generators: the generators that the module and the callbacks hold.
+        owners: the objects with plain attributes; None to search for them.
+        written: other tensors that passes write to; they are copied.
 
     Attributes:
-        not_copied: tensors in plain attributes whose content `restore` does not put back.
+        not_copied: tensors in plain attributes whose content `restore` does not restore.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class PassState:
         self._written = [(tensor, tensor.detach().clone()) for tensor in written]
 
     def restore(self) -> None:
-        """Make everything what it was."""
+        """Restore the state."""
         context = self._context
         self._attributes.restore()
         self._buffers.restore()
@@ -90,12 +90,12 @@ class RecordedPass:
     """A forward and a backward pass.
 
     Attributes:
-        batch: a copy from before the forward pass.
+        batch: a copy of the batch, made before the forward pass.
         is_borrowed: see `Borrowed`.
         last: whether it ends the step.
-        scale: the factor by which the gradients so far were multiplied before it.
-        before: the state that it began with.
-        loss: of the forward pass, detached; None where no backward pass followed.
+        scale: the factor of the accumulated gradients before the pass.
+        before: the state before the pass.
+        loss: the detached loss of the forward pass; None if no backward pass followed.
         weight: its share of the step.
     """
 
@@ -113,12 +113,12 @@ class StepRecord:
     """The passes of a global step.
 
     Attributes:
-        passes: in their order.
-        gradients: copies by the `id` of the parameter, from right after the last backward pass; None before it, and
-            where other code than the passes has written to gradients between two of them.
-        versions: of the parameters and of `PassState.not_copied` as the first pass began.
-        last: whether the pass under way ends the step.
-        scale: the factor for the pass that comes next.
+        passes: the passes, in their order.
+        gradients: copies by the `id` of the parameter, made directly after the last backward pass. None before it, and
+            if code other than the passes has written to gradients between two of them.
+        versions: the versions of the parameters and of `PassState.not_copied` when the first pass began.
+        last: whether the current pass ends the step.
+        scale: the factor of the next pass.
     """
 
     passes: list[RecordedPass] = field(default_factory=list)
@@ -130,8 +130,8 @@ class StepRecord:
     _is_foreign: bool = False
 
     def begin(self, one: RecordedPass, work: Workload) -> None:
-        """A pass begins."""
-        if not self.passes:  # torch 2.13.0: `_version` counts writes, and has no public counterpart
+        """Note the beginning of the pass `one`."""
+        if not self.passes:  # torch 2.13.0: the private `_version` counts writes; no public API does
             self.versions = [(tensor, tensor._version) for tensor in (*work.params.all, *one.before.not_copied)]
         self.check_gradients(work.params.all)
         self.passes.append(one)
@@ -143,15 +143,15 @@ class StepRecord:
         return [tensor for tensor, version in self.versions if tensor._version != version]
 
     def check_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """Notice what other code has written to gradients since the last pass."""
+        """Note whether other code has written to gradients since the last pass."""
         self._is_foreign |= self._written is not None and self._written != _places(params)
 
     def note_gradients(self, params: Iterable[nn.Parameter]) -> None:
-        """The gradients are those of the passes so far."""
+        """Note the current gradients as those of the passes so far."""
         self._written = _places(params)
 
     def end_pass(self, work: Workload) -> None:
-        """A backward pass has ended, and no hook was called since."""
+        """Note the end of a backward pass. Call this before any hook."""
         self.note_gradients(work.params.all)
         if self.last and not self._is_foreign:
             self.gradients = {id(p): p.grad.detach().clone() for p in work.params.all if p.grad is not None}
@@ -161,7 +161,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def find_differing(pairs: Mapping[Any, tuple[Tensor | None, Tensor | None]]) -> list[Any]:
-    """The keys of the pairs that have not the same bits; one read from each device."""
+    """The keys of the pairs whose bits differ. It reads once from each device."""
     found, plain = set[Any](), dict[Any, Tensor]()
     for key, (one, other) in pairs.items():
         if one is None or other is None:
@@ -189,7 +189,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _places(params: Iterable[nn.Parameter]) -> dict[int, tuple[int, int]]:
-    """The gradients by the `id` of their parameter: which tensor it is, and how often it was written to."""
+    """The `id` and the number of writes of each gradient, by the `id` of its parameter."""
     return {id(p): (id(p.grad), p.grad._version) for p in params if p.grad is not None}
 
 
@@ -205,11 +205,11 @@ def copy_batch(batch: Any) -> Any:
 
 
 class SetAside:
-    """The gradients of a step, which are put back after other backward passes.
+    """Keeps the gradients of a step during other backward passes.
 
     Args:
-        params: whose gradients are set to None.
-        shares_memory: whether later backward passes may write to the memory of these gradients, which are then copied.
+        params: the parameters. Their gradients are set to None.
+        shares_memory: whether later backward passes may write to the memory of these gradients. They are copied then.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, shares_memory: bool) -> None:
@@ -219,7 +219,7 @@ class SetAside:
             p.grad = None
 
     def put_back(self) -> None:
-        """Give all parameters their gradients back."""
+        """Restore the gradients of all parameters."""
         for p, gradient, values in self._held:
             p.grad = gradient
             if gradient is not None and values is not None:

@@ -21,13 +21,13 @@ from trainstack.trainer.schedulers.stepping import Schedules
 
 
 def check_monitors(context: RunContext, schedules: Schedules) -> None:
-    """Refuse to let metrics decide about a private training that it computes from records without noise.
+    """Refuse metrics of a private training that control it and are computed from records without noise.
 
-    Callbacks check their own when the training begins. The best checkpoint by "val/loss", which is kept unless told
-    otherwise, is not kept then.
+    Callbacks check their metrics when the training begins. A private run does not keep the best checkpoint by
+    "val/loss" by default.
 
     Raises:
-        PrivacyError: with the metric and the cure.
+        PrivacyError: names the metric and the correction.
     """
     history, checkpointer = context.history, context.checkpointer
     schedules.check_monitors(history)
@@ -39,30 +39,30 @@ def check_monitors(context: RunContext, schedules: Schedules) -> None:
 
 
 def already_finished_message(context: RunContext, plan: TrainingPlan) -> str:
-    """Why a run that is over has nothing left to do, and what to write for more."""
+    """A message for a run that is over: the reason, and the argument that continues it."""
     state = context.state
     if plan.max_steps is not None:
-        count, what, name, planned = state.global_step, "global step", "max_steps", plan.max_steps
+        count, unit, name, planned = state.global_step, "global step", "max_steps", plan.max_steps
     else:
-        count, what, name, planned = state.epoch, "epoch", "epochs", context.args.epochs
+        count, unit, name, planned = state.epoch, "epoch", "epochs", context.args.epochs
     if not state.global_step:
         return f"{name}={planned}: there is nothing to train"
     return (
-        f"{count} {what}{' is' if count == 1 else 's are'} trained already, and {name}={planned}: nothing is left to "
-        f"do. Write {name}={count + 1} or more to go on, or resume=False or another output_dir to begin anew."
+        f"{count} {unit}{' is' if count == 1 else 's are'} trained already, and {name}={planned}: nothing is left to "
+        f"do. To continue, write {name}={count + 1} or more. To start again, write resume=False or another output_dir."
     )
 
 
 def check_can_train(
     context: RunContext, exhausted_reason: str | None, val_loaders: Callable[[], dict[str, Any]]
 ) -> None:
-    """Refuse to train when no step may be made, or when its first validation is bound to fail.
+    """Refuse to train if no step is allowed, or if the first validation would fail.
 
-    `exhausted_reason` says why no step may be made, if that is so; `val_loaders` gives the loaders of the module.
+    `exhausted_reason` is the reason why no step is allowed, or None. `val_loaders` returns the loaders of the module.
 
     Raises:
-        PrivacyBudgetError: saying what is used up.
-        ModuleContractError: there is data to validate on, and no `val_step`.
+        PrivacyBudgetError: no step is allowed.
+        ModuleContractError: there are validation loaders, and no `val_step`.
     """
     module = context.module
     if exhausted_reason is not None:
@@ -73,7 +73,7 @@ def check_can_train(
         or lacks_method(module, "get_val_dataloaders")
     ):
         return
-    # the module is asked for its loaders once more, but only where that may find the fault
+    # an additional call of `get_val_dataloaders`, made only if it can find the mistake
     with isolated_rng(mix(context.state.seed), context.world.device):
         loaders = val_loaders()
     if loaders:
@@ -81,7 +81,7 @@ def check_can_train(
 
 
 def check_schedule_lengths(schedules: Schedules, plan: TrainingPlan, state: RunState, args: TrainerArguments) -> None:
-    """Refuse an extension, to the end that `args` give, beyond the end of a schedule that was made for `plan`.
+    """Refuse to extend the run to the end in `args` if a schedule that was made for `plan` ends before.
 
     Raises:
         ConfigurationError: a schedule would end before the run does.
@@ -92,20 +92,20 @@ def check_schedule_lengths(schedules: Schedules, plan: TrainingPlan, state: RunS
         before, count = planned[position], counts[position]
         if count is None or before is None or count <= before:
             continue
-        what = short_schedule_reason(scheduler, count, before)
-        if what is not None:
+        reason = short_schedule_reason(scheduler, count, before)
+        if reason is not None:
             end = f"epochs={args.epochs}" if args.max_steps is None else f"max_steps={args.max_steps}"
             raise ConfigurationError(
-                f"train({end}) makes the run longer than scheduler {position} ({type(scheduler).__name__}) was laid "
-                f"for: {what}. Write {end} in TrainerArguments, so that it is laid over all of it, or go on from a "
-                "checkpoint in a new Trainer, with resume=True and reset_optimizers_schedulers=True."
+                f"train({end}) makes the run longer than scheduler {position} ({type(scheduler).__name__}) was planned "
+                f"for: {reason}. Write {end} in TrainerArguments, so that the schedule covers the whole run. Or resume "
+                "from a checkpoint in a new Trainer, with resume=True and reset_optimizers_schedulers=True."
             )
 
 
 def import_for_optimizers() -> None:
-    """Let torch import what it imports for the first optimizer, on all ranks at the same time.
+    """Make torch import the modules that the first optimizer needs, on all ranks at the same time.
 
-    torch 2.13.0 imports its compiler then, which takes three seconds, and fifteen on a busy machine. A rank that still
-    imports cannot hear that another rank has failed in `get_optimizers_schedulers`.
+    torch 2.13.0 then imports its compiler. This takes three seconds, and fifteen on a busy machine. During the import a
+    rank does not notice that another rank has failed in `get_optimizers_schedulers`.
     """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])

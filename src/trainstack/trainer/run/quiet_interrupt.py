@@ -1,4 +1,4 @@
-"""`quiet_interrupt`, a `KeyboardInterrupt` that a script ends by with one sentence in place of a traceback."""
+"""`quiet_interrupt` makes a `KeyboardInterrupt` that ends a script with one sentence instead of a traceback."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MARK = "_trainstack_shown"
 
 
 def quiet_interrupt(text: str, *, shown: bool) -> KeyboardInterrupt:
-    """A `KeyboardInterrupt` to raise. Where nothing catches it, Python prints `text` alone if `shown`, else nothing.
+    """A `KeyboardInterrupt` to raise. If nothing catches it, Python prints only `text` if `shown`, else nothing.
 
-    It is of that very class: Python looks for no subclass when it ends the process as an interrupted one.
+    Its class is exactly `KeyboardInterrupt`, because Python ends the process by SIGINT for no subclass.
     """
     error = KeyboardInterrupt(text)
     setattr(error, _MARK, shown)
@@ -25,7 +25,7 @@ def quiet_interrupt(text: str, *, shown: bool) -> KeyboardInterrupt:
 
 
 class _Hook:
-    """Stands for `sys.excepthook`, and passes on what it does not know."""
+    """Replaces `sys.excepthook`. It passes other exceptions to the previous hook."""
 
     def __init__(self, before: ExceptHook) -> None:
         self._before = before

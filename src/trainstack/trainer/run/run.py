@@ -1,4 +1,4 @@
-"""`Run` trains a prepared module epoch by epoch; `RunView` reads it."""
+"""`Run` trains a prepared module epoch by epoch. `RunView` shows its counters to users."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ from trainstack.trainer.tracking.history import RunHistory
 
 
 def failure_location(state: RunState, data: TrainingData, position: int | None, rank: int = 0) -> str:
-    """Where the step stood in which an exception was raised, worked out only now that it was.
+    """Describe the place of an exception within the training: epoch, step, micro-batch and samples.
 
-    `position` counts the micro-batches of the step, from 0; None outside of forward and backward passes.
+    `position` counts the micro-batches of the step, from 0. It is None outside of forward and backward passes.
     """
     plan = data.plan
     place = f"in epoch {state.epoch}, global step {state.current_step}"
@@ -74,31 +74,31 @@ def failure_location(state: RunState, data: TrainingData, position: int | None, 
         return place
     if plan.accumulation > 1:
         place += f", micro-batch {position} of {plan.accumulation}"
-    indices = data.indices_under_way(state, position)
+    indices = data.indices_under_way(state, position)  # computed here, so that other steps cost nothing
     if indices is None:
         return place
     return f"{place}, with the samples {shown_indices(indices)} of the training data set"
 
 
 class Run:
-    """A module made ready on a stack.
+    """A module that a stack has prepared, with its data and its training loop.
 
     Args:
-        context: of the trainer, whose module has its state back already.
-        stopper: asked when the run is to stop, also by whoever supplies its data.
+        context: the context of the trainer. The state of its module is already restored.
+        stopper: tells whether the run is to stop. The training data check it, too.
         saver: writes the run's checkpoints.
-        metrics: given to the trainer; None for the module's.
-        trains: False for a run that only evaluates: the module is asked for no training data and no optimizers.
+        metrics: the metrics of the trainer; None for those of the module.
+        trains: False for a run that only evaluates, without training data and optimizers.
 
     Attributes:
         data: the training data and the plan.
         evaluator: runs validation, test and prediction.
-        loop: what the loop works with.
-        due: what is due between steps.
+        loop: the parts and counters of the training loop.
+        due: does the work between steps.
         start: begins epochs.
-        modes: in which the parts of the module train.
+        modes: the modes in which the parts of the module train.
         may_be_nonfinite: names of buffers that held inf or nan when the run was made.
-        resumed_log: of the checkpoint that was resumed: the id of its run, and the heads of its step logs.
+        resumed_log: the run id of the resumed checkpoint, and the heads of its step logs.
     """
 
     context: RunContext
@@ -171,29 +171,29 @@ class Run:
             check_storable_buffers(module)
 
     def _hash_samples(self, saves: bool) -> None:
-        if (saves or self.world.size > 1) and not self.stack.is_private:  # private samples leave no trace
+        if (saves or self.world.size > 1) and not self.stack.is_private:  # a private run stores nothing about samples
             self.data.sample_hashes = self.data.hash_samples()
             self.data.hashes_epochs = saves and self.world.is_main and bool(self.data.sample_hashes)
         note_data(self.context, self.data)
 
     def describe(self) -> Description:
-        """What decides about the numbers of the run, as a checkpoint and the step log keep it."""
+        """The description of everything that determines the results, for checkpoints and the step log."""
         if self._code is None:
             self._code = describe_code(self.context)
         return describe_start(self.context, self.data, self._code)
 
     def train_epoch(self, reporter: Reporter, save: Callable[[bool], None], save_every: int | None) -> None:
-        """Train what is left of the epoch under way, validate and save.
+        """Train the rest of the current epoch, validate and save.
 
         `save` writes a checkpoint. It is called with True at the global steps that are multiples of `save_every`.
 
         Raises:
-            Stopped: somebody asked for it; the run stands at a step boundary, or between two validation batches.
+            Stopped: a stop was requested. The run is at a step boundary, or between two validation batches.
         """
         state = self.state
         self.context.busy = True
         self.due.begin_epoch(reporter, save, save_every)
-        if self._epoch_unsaved:  # what was saved there has failed
+        if self._epoch_unsaved:  # the save at the end of the last epoch has failed
             self._save_epoch()
         steps = self.start.begin()
         reporter.start_epoch(state, self.data.plan)
@@ -213,7 +213,9 @@ class Run:
         self._epoch_unsaved = False
 
     def _end_epoch(self, reporter: Reporter) -> None:
-        """Do what is left to do at the end of the epoch, each part once, and let the next epoch be the one to train."""
+        """Do the remaining parts of the end of the epoch, each once, and advance to the next epoch."""
+        # The order matters: hooks may log the monitored metric, schedulers read it after the validation. Each part is
+        # marked as done before user code runs in it; the validation only after it, because it can be continued.
         state, monitor = self.state, self.context.args.monitor
         if state.epoch_end < EpochEnd.LOSS:
             self.data.compare_streams()
@@ -223,13 +225,13 @@ class Run:
         if state.begin_epoch_end(EpochEnd.HOOKS):
             self._end_train_epoch()
         if state.epoch_end < EpochEnd.VALIDATION and self.due.validation.after_epoch(state.epoch):
-            self.evaluator.validate(reporter)  # which may be broken off
+            self.evaluator.validate(reporter)  # a signal may interrupt it
         state.begin_epoch_end(EpochEnd.VALIDATION)
         if state.epoch_end < EpochEnd.SCHEDULERS:
             may_lack = self.due.validation.is_sparse and not self.evaluator.has_validated
             if monitor is not None and self.evaluator.has_validated:
                 self.history.require_usable(monitor, "TrainerArguments.monitor")
-                self.history.get_latest_metric(monitor)  # or say which ones there are
+                self.history.get_latest_metric(monitor)  # raises an error with the existing names if it is missing
             self.loop.schedules.end_epoch(self.history, state.epoch, self.world.comm, may_lack=may_lack)
         state.begin_epoch_end(EpochEnd.SCHEDULERS)
         if state.begin_epoch_end(EpochEnd.EVENT):
@@ -243,7 +245,7 @@ class Run:
         if self._compare_values:
             agree_on_values(self.context)
             self._compare_values = False
-        goes_on = state.interrupted or state.validates  # or a validation was broken off there
+        goes_on = state.interrupted or state.validates  # an interrupted validation continues first
         due.attended = -1 if goes_on else state.global_step
         state.due_part = state.due_part if goes_on else 0
         try:
@@ -265,11 +267,11 @@ class Run:
         if not state.steps_in_epoch:
             raise ModuleContractError(
                 f"the loader that get_train_dataloader returned for epoch {state.epoch} gave no batch at all. Return a "
-                "loader over data; an iterator that is used up has to be made anew in each call."
+                "loader with data. If it is an iterator, create a new one in each call."
             )
 
     def _steps_left(self) -> int | None:
-        """How many steps the epoch under way may still have; None for as many as there is data for."""
+        """The largest number of steps left in the current epoch; None if only the data limit it."""
         cap, most = self.data.plan.max_steps_per_epoch, self.data.plan.max_steps
         left = [] if cap is None else [cap - self.state.steps_in_epoch]
         left += [] if most is None else [most - self.state.global_step]
@@ -277,7 +279,7 @@ class Run:
         return max(0, min(left)) if left else None
 
     def sanity_check(self, batches: int) -> None:
-        """Try out the validation on the first `batches` of each loader, -1 for all, which leaves no trace.
+        """Run the validation on the first `batches` of each loader (-1: on all), and restore all states.
 
         Raises:
             ConfigurationError: the monitored metric lacks the prefix of a metric of the validation.
@@ -299,13 +301,13 @@ class Run:
             self.events.fire(Event.TRAIN_BEGIN)
 
     def begin_training(self) -> None:
-        """`train()` begins.
+        """Prepare a call of `train()`.
 
-        A fresh run lets the ranks draw different random numbers from here on. Initial weights are made before.
+        In a new run, the ranks draw different random numbers from here on. Initial weights are made before.
 
         Raises:
-            ConfigurationError: the ranks do not begin alike, or steps cannot be run twice and are to be.
-            PrivacyError: a metric decides about a private training that is computed from records without noise.
+            ConfigurationError: the ranks differ, or `verify_replay` is set and steps cannot be run twice.
+            PrivacyError: a metric controls a private training and is computed from records without noise.
         """
         check_monitors(self.context, self.loop.schedules)
         self.loop.verifier = make_verifier(self.context, self.loop.work, self.loop.makes_updates)
@@ -323,7 +325,7 @@ class Run:
             timer.begin(self.state.global_step)
 
     def begin_recording(self) -> None:
-        """Record the steps from here on, if the arguments ask for that; all processes call it together."""
+        """Record the following steps, if the arguments ask for that. All processes call this together."""
         loop, context = self.loop, self.context
         resumed, self.resumed_log = self.resumed_log, (None, ())
         recorder = begin_recording(context, self.data, loop.work.optimizers, self.due.log_interval, resumed)
@@ -335,7 +337,7 @@ class Run:
         context.log_head, context.note_saved = recorder.head, recorder.note_checkpoint
 
     def end_recording(self, status: str) -> None:
-        """The training ends: "finished", "stopped", "interrupted" or "failed"; each process by itself."""
+        """End the step log with "finished", "stopped", "interrupted" or "failed". Each process calls it separately."""
         recorder, self._recorder, loop, context = self._recorder, None, self.loop, self.context
         if recorder is None:
             return
@@ -344,14 +346,14 @@ class Run:
         recorder.end(status)
 
     def leave_training(self) -> None:
-        """`train()` ends."""
+        """Undo the modes that hooks have set, at the end of `train()`."""
         self.modes.undo({} if self.start.begun is None else self.start.begun.modes)
 
     def _end_train_epoch(self) -> None:
         hook, collector = self.hooks.end_train_epoch, self.loop.epoch_outputs
         calls: list[Callable[[], Any]] = [lambda: self.events.fire(Event.TRAIN_EPOCH_END, self.state.epoch)]
         if hook is not None and collector is not None and self.hooks.epoch_outputs and collector.is_empty:
-            self.log.warning("on_end_train_epoch is left out: the outputs it takes were lost in the interruption.")
+            self.log.warning("on_end_train_epoch is not called: the outputs for it were lost in the interruption.")
         elif hook is not None:
             outputs = [] if collector is None else self.stack.gather(collector.all_outputs_alike(self.world.comm))
             given = as_arguments(outputs) if self.hooks.epoch_outputs else ()
@@ -362,7 +364,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether all epochs are trained, or all steps where their number was given."""
+        """Whether all epochs are trained, or all steps if their number was given."""
         state, plan = self.state, self.data.plan
         if plan.max_steps is None:
             return state.epoch >= plan.epochs
@@ -372,7 +374,7 @@ class Run:
 
     @property
     def exhausted_reason(self) -> str | None:
-        """Why no further step may be made, as a sentence; None if one may, or if none is planned."""
+        """The reason why no further step is allowed, as a sentence; None if one is, or if none is planned."""
         sampling, planned = self.stack.sampling, self.data.plan.total_steps
         if sampling is None or (planned is not None and self.state.global_step >= planned):
             return None
@@ -390,15 +392,15 @@ class Run:
         self.due.set_intervals()
 
     def end(self, reporter: Reporter, export: Callable[[], None]) -> None:
-        """End a training that no exception has ended: save, call the subscribers, and export the module.
+        """End a training without an exception: save, call the subscribers, and export the module.
 
-        `export` writes the module's state. It is not called where a signal has interrupted the run.
+        `export` writes the module's state. It is not called if a signal has interrupted the run.
         """
         agreed, step = self.stopper.agreed, self.state.global_step
         if agreed is not None:
             self.note_stop(agreed.is_chosen)
         self.start.restore_rng_once()
-        reporter.write()  # a history counts as written once it is saved
+        reporter.write()  # before the save: the saved history counts as written
         self.saver.save(force=True, unless_saved=True)
         if self._compared_at != step:
             self.refuse_diverged("No model was exported.")
@@ -425,9 +427,9 @@ class Run:
         reporter.end(status, reason, self.saver.exported_as)
 
     def note_stop(self, is_chosen: bool = False) -> None:
-        """The training ends before its planned end, except by the privacy budget.
+        """Note that the training ends before its planned end for another reason than the privacy budget.
 
-        Whoever sees metrics of a private run may have stopped it by them, also with a signal or an exception.
+        A user who sees metrics of a private run may have stopped it because of them, also by a signal or an exception.
         """
         planned, layers = self.data.plan.total_steps, self.stack.layers()
         shows_metrics = any(layer.private and (layer.released_metrics or layer.public_validation) for layer in layers)
@@ -438,11 +440,11 @@ class Run:
         """Refuse weights that differ between the ranks.
 
         Raises:
-            PeerError: they do; ends with `outcome`.
+            PeerError: they differ; the message ends with `outcome`.
         """
         if self.world.size > 1:
-            if not has_shards(self.module):  # of which each rank has a part, and an evaluation may need the whole
-                with evaluation_pass(self.stack, self.loop.work):  # parameters that have joined get those of rank 0
+            if not has_shards(self.module):  # with shards, the layer may gather whole tensors for an evaluation
+                with evaluation_pass(self.stack, self.loop.work):  # gives added parameters the values of rank 0
                     pass
             refuse_diverged(self.loop.work, self.state.global_step, outcome)
         self._compared_at = self.state.global_step
@@ -451,7 +453,7 @@ class Run:
         """Refuse weights or buffers that became inf or nan.
 
         Raises:
-            NonFiniteError: naming the first of them; ends with `advice`.
+            NonFiniteError: names the first of them; the message ends with `advice`.
         """
         with self.context.fail_together():
             check_finite_weights(self.stack, self.loop.work, self.may_be_nonfinite, (), self.state.global_step, advice)

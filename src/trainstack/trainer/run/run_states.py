@@ -1,4 +1,4 @@
-"""The states of a run, to a checkpoint and back."""
+"""Write the states of a run into a checkpoint, and restore them."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def take_checkpoint(
     after: BaseException | None = None,
     everywhere: bool = False,
 ) -> Checkpoint:
-    """A checkpoint of the run at a step boundary; tensors are the live ones. All processes call it together.
+    """Make a checkpoint of the run at a step boundary. All processes call this together.
 
-    Sharded tensors are the parts of this process. The states of the ranks are those of all on the main process, and
-    `everywhere` if others write the checkpoint too.
+    Its tensors are not copies. Of a sharded tensor it has the part of this process. The main process has the states of
+    all ranks; with `everywhere`, all processes have them, for checkpoints that several processes write.
 
-    After an exception, `after`, nothing is refused, and the other processes are not asked.
+    After an exception, given as `after`, nothing is refused, and no other process is involved.
 
     Raises:
-        NonFiniteError: a loss, a gradient, the weights or a state of an optimizer are inf or nan.
+        NonFiniteError: a loss, a gradient, a weight or a state of an optimizer is inf or nan.
         PeerError: the processes do not have the same weights.
     """
     context, plan, state = run.context, run.data.plan, run.state
     if after is not None and has_shards(run.module):
         raise UnsupportedStateError(
-            "this process has a part of each sharded weight, and asks no other process after an exception. "
-            "Save checkpoints more often."
+            "this process has a part of each sharded weight, and cannot gather the rest after an exception. Save "
+            "checkpoints more often."
         )
     if after is not None:
         return make_checkpoint(context, plan, get_state, None, None, after=after)
@@ -80,7 +80,7 @@ def take_checkpoint(
 
 
 def resume_evaluation(run: Run, checkpoint: Checkpoint) -> None:
-    """Take what an evaluation uses of `checkpoint`, whose module state and counters are restored already."""
+    """Restore the states that an evaluation uses. Module state and counters of `checkpoint` are already restored."""
     if run.context.args.resume_mode == "full":
         with _waiting(run):
             restore_own_buffers(checkpoint, run.context)
@@ -89,11 +89,12 @@ def resume_evaluation(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def resume_training(run: Run, checkpoint: Checkpoint, update_state: Callable[[Mapping[str, Any] | None], None]) -> None:
-    """Take the states of `checkpoint`, as far as `resume_mode` asks for them; the module has its state already.
+    """Restore the states of `checkpoint` that `resume_mode` asks for. The module state is already restored.
 
     Raises:
-        CheckpointMismatchError: they are of another optimizer, backend, data set or a shorter schedule.
+        CheckpointMismatchError: they belong to another optimizer, backend, data set or a shorter schedule.
     """
+    # The order matters: checks come before the first change, and `LOAD_CHECKPOINT` sees all restored states.
     context, state, plan = run.context, run.state, run.data.plan
     mode, saved = context.args.resume_mode, checkpoint.trainer_state or {}
     if mode == "weights":
@@ -134,9 +135,9 @@ def resume_training(run: Run, checkpoint: Checkpoint, update_state: Callable[[Ma
 
 
 def _restore_user_states(run: Run, checkpoint: Checkpoint, extras: Mapping[str, Any] | None) -> Checkpoint:
-    """Restore the module and the callbacks; returns the checkpoint as subscribers see it.
+    """Restore the module and the callbacks, and return the checkpoint for subscribers.
 
-    The module has been restored before, and `get_train_dataloader` was called since, for the plan.
+    The module is restored a second time, because `get_train_dataloader` was called for the plan after the first time.
     """
     with _waiting(run):
         restore_module(run.module, checkpoint)
@@ -149,5 +150,5 @@ def _restore_user_states(run: Run, checkpoint: Checkpoint, extras: Mapping[str, 
 
 
 def _waiting(run: Run) -> AbstractContextManager[None]:
-    """A block in which each rank reads of the checkpoint."""
+    """A block in which each rank reads the checkpoint. The ranks wait for each other at its end."""
     return wait_for_all_ranks(run.world, LOADING, run.context.args.rank_zero_timeout_s)

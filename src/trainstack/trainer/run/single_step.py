@@ -22,11 +22,11 @@ from trainstack.trainer.tracking.log_sink import LogSink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step has returned and logged.
+    """The outputs of a step, and the values that it logged.
 
     Attributes:
-        loss: of `train_step`, 0-dim and detached; None for other stages.
-        outputs: what the step returned.
+        loss: the loss of `train_step`, 0-dim and detached; None for other stages.
+        outputs: the value that the step returned.
         logged: numbers, images (uint8 arrays), texts and tables by name.
     """
 
@@ -43,20 +43,20 @@ def run_step(
     global_step: int = 1,
     device: torch.device | str | None = None,
 ) -> StepResult:
-    """Run the step of `module` for `stage` on one batch, as a trainer does it.
+    """Run the step of `module` for `stage` on one batch, as a trainer does.
 
-    A training step runs in training mode and makes gradients, which are added to those that are there; no optimizer
-    steps. The others run in eval mode without gradients. Modes are afterwards what they were before.
+    A training step runs in training mode and accumulates gradients in `.grad`. No optimizer steps. The other steps run
+    in eval mode without gradients. The modes are restored.
 
     Args:
-        module: the module; it stays where it is.
-        batch: its tensors are moved to `device`.
+        module: the module. It is not moved to `device`.
+        batch: the batch. Its tensors are moved to `device`.
         stage: chooses `train_step`, `val_step`, `test_step` or `predict_step`.
-        global_step: given to the step.
+        global_step: the number that the step receives.
         device: by default that of the first parameter.
 
     Raises:
-        ConfigurationError: `module` is no ModuleInterface, or its `train_step` yields.
+        ConfigurationError: `module` is not a ModuleInterface, or its `train_step` yields.
         ModuleContractError: `train_step` returned no loss.
     """
     if not isinstance(module, ModuleInterface):

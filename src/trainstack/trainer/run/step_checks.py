@@ -23,29 +23,29 @@ from trainstack.trainer.module_checks import left_out_parameters, shortened
 from trainstack.trainer.run.train_loop import TrainLoop
 
 FIRST_STEPS = 2
-"""So many global steps are watched. What is done by hand in a training loop is done in each step."""
+"""The number of global steps that are watched. A manual call in a training loop occurs in each step."""
 
 _EFFECTS = {
-    "backward()": "gradients that are there already are added to those of the returned loss",
+    "backward()": "its gradients are added to those of the returned loss",
     "zero_grad()": "the gradients of earlier micro-batches of the step are lost",
     "backward() or zero_grad()": "the gradients of earlier micro-batches of the step are changed",
     "optimizer.step()": "each call is an additional update",
     "scheduler.step()": "each call moves the schedule forward",
 }
-"""Calls that the trainer makes, and the effect of a further one."""
+"""Calls that the trainer makes, and the effect of an additional one."""
 _SECOND_BACKWARD = (
-    "the trainer calls backward() on the returned loss, so train_step must not. If it does not, it uses a tensor that "
-    "an earlier step computed, such as a hidden state: detach that tensor"
+    "the trainer calls backward() on the returned loss, so train_step must not call it. If it does not, the loss "
+    "depends on a tensor that an earlier step computed, such as a hidden state: detach that tensor"
 )
 
 
 class StepChecks:
-    """Checks that need a running step. They read no value from a device, and nothing is left of them after the steps.
+    """Checks that need a running step. They read no value from a device, and their hooks are removed after the steps.
 
     Args:
-        context: of the run.
-        loop: its steps are watched.
-        metrics: may use items of the batches.
+        context: the context of the run.
+        loop: the loop whose steps are watched.
+        metrics: the metrics of the run, which may use items of the batches.
     """
 
     def __init__(self, context: RunContext, loop: TrainLoop, metrics: Metrics) -> None:
@@ -56,7 +56,7 @@ class StepChecks:
 
     @contextmanager
     def watching(self, steps: Iterable[StepBatches]) -> Iterator[Iterable[StepBatches]]:
-        """A block that trains on `steps`, which are those of an epoch; gives what to train on in their place."""
+        """A block that trains on `steps`, the steps of an epoch. It gives the iterable to train on instead."""
         self._check_parameters()
         left = FIRST_STEPS - self._context.state.global_step
         steps = iter(steps)
@@ -79,8 +79,8 @@ class StepChecks:
         self._unplug()
 
     def _check_items(self, batch: Any) -> None:
-        """Warn of what nothing takes of a batch, the first of the run."""
-        if "items" in self._said:  # a run that goes on after an exception
+        """Warn of unused items of a batch, the first batch of the run."""
+        if "items" in self._said:  # the run continues after an exception
             return
         self._said.add("items")
         message = self._context.module._unused_items(batch, self._metrics.updates())
@@ -88,7 +88,7 @@ class StepChecks:
             self._context.log.warning(message)
 
     def _end_step(self) -> None:
-        """Warn of what was seen in the step that is over; also called where nothing is watched."""
+        """Warn of the mistakes in the finished step. Does nothing for steps that are not watched."""
         watch, log = self._watch, self._context.log
         if watch is None or not watch.is_within:
             return
@@ -102,8 +102,8 @@ class StepChecks:
         if found:
             log.warning(
                 f"train_step or a hook called {' and '.join(found)} itself in global step {watch.step}. The trainer "
-                f"calls backward(), step() and zero_grad(): {'; '.join(_EFFECTS[name] for name in found)}. Leave the "
-                "calls out, unless the step updates a part of the model on purpose."
+                f"calls backward(), step() and zero_grad(): {'; '.join(_EFFECTS[name] for name in found)}. Remove the "
+                "calls, unless the step updates a part of the model on purpose."
             )
         missed = watch.without_gradient
         if missed and "gradients" not in self._said:
@@ -116,14 +116,14 @@ class StepChecks:
             self._said.add("gradients")
 
     def _check_updates(self) -> None:
-        """Warn of optimizers that no step has asked for so far."""
+        """Warn of optimizers that `train_step` has not yielded so far."""
         loop = self._loop
         left = [f"{i} ({type(one).__name__})" for i, one in enumerate(loop.work.optimizers) if i not in loop.asked_for]
         if loop.makes_updates and left and "updates" not in self._said:
             self._said.add("updates")
             self._context.log.warning(
                 f"train_step has not yielded {'optimizers' if len(left) > 1 else 'optimizer'} {', '.join(left)} by "
-                f"global step {self._context.state.global_step}, so no update has changed what it trains. Write "
+                f"global step {self._context.state.global_step}, so no update has changed its parameters. Write "
                 "`yield loss, position` with its position."
             )
 
@@ -133,7 +133,7 @@ class StepChecks:
             watch.close()
 
     def _check_parameters(self) -> None:
-        """Warn of parameters that have come since the last epoch and are in no optimizer."""
+        """Warn of parameters that were added since the last epoch and are in no optimizer."""
         module = self._context.module
         left_out = left_out_parameters(self._loop.work.optimizers, module)
         new = [name for name, p in left_out.items() if not _refers(self._untrained.get(id(p)), p)]
@@ -157,7 +157,7 @@ class StepChecks:
                 annotate(
                     error,
                     f"{type(optimizer).__name__}.step() was called without a closure. If it needs one, let train_step "
-                    "yield a function in the place of the loss: `yield lambda: compute_loss(batch)`",
+                    "yield a function instead of the loss: `yield lambda: compute_loss(batch)`",
                 )
 
 
@@ -170,16 +170,16 @@ def _refers(reference: weakref.ref[nn.Parameter] | None, parameter: nn.Parameter
 
 
 def _is_replaced(optimizer: Optimizer) -> bool:
-    """Whether `step` is another function than that of the class, such as a compiled one, which hooks would recompile.
+    """Whether `step` is replaced in the instance, such as by a compiled function, which hooks would recompile.
 
-    torch's schedulers replace it by one that they mark.
+    torch's schedulers also replace it, by a function that they mark.
     """
     step = vars(optimizer).get("step")
-    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")  # private, checked on torch 2.13.0
 
 
 def _place_and_version(gradient: Tensor) -> tuple[int, int]:
-    # torch 2.13.0: `_version` counts writes in place, and has no public counterpart.
+    # torch 2.13.0: the private `_version` counts writes in place; no public API does.
     return gradient.data_ptr() if gradient.layout is torch.strided else -1, gradient._version
 
 
@@ -188,13 +188,13 @@ def _is_written(before: tuple[int, int] | None, now: tuple[int, int]) -> bool:
 
 
 class _Watch:
-    """Sees the calls that the first global steps make, by the state of gradients, optimizers and schedulers.
+    """Detects the calls within the first global steps by the state of gradients, optimizers and schedulers.
 
     Attributes:
-        step: the global step that is watched, or was last.
+        step: the current global step, or the last one.
         is_within: whether a step has begun and not ended.
-        stepping: the optimizer whose `step` is under way, or has raised.
-        without_gradient: the names of optimized parameters that had no gradient when the weights moved; None before.
+        stepping: the optimizer whose `step` is running, or has raised.
+        without_gradient: the names of optimized parameters without a gradient at the first update; None before it.
     """
 
     def __init__(self, loop: TrainLoop, context: RunContext, on_first_batch: Callable[[Any], None]) -> None:
@@ -209,7 +209,7 @@ class _Watch:
         for optimizer in loop.work.optimizers:
             if _is_replaced(optimizer):
                 continue
-            with suppress(AttributeError):  # one that does not call `Optimizer.__init__` has no place for hooks
+            with suppress(AttributeError):  # a class that does not call `Optimizer.__init__` has no hooks
                 self._handles.append(optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(optimizer.register_step_post_hook(self._after_step))
         # a layer that ends `backward` computes gradients in `forward`
@@ -219,14 +219,14 @@ class _Watch:
         loop.on_update = self._update
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove all hooks and wrappers."""
         for handle in self._handles:
             handle.remove()
         self._loop.watch_passes(None)
         self._loop.on_update = lambda optimizers: None
 
     def begin_step(self) -> None:
-        """The next step begins."""
+        """Note the beginning of the next step."""
         self.step, self.is_within = self._context.state.global_step + 1, True
         self._forget()
 
@@ -238,7 +238,7 @@ class _Watch:
         self.stepping: Optimizer | None = None
 
     def end_step(self) -> set[str]:
-        """The step is over, with its hooks; what they did that the trainer does itself, as in `_EFFECTS`."""
+        """Note the end of the step and its hooks. Returns the keys of `_EFFECTS` whose calls they made."""
         self.is_within = False
         moved = self._context.state.skipped_steps == self._skipped and self._context.state.global_step == self.step
         if any(count > self._made.get(key, 1) for key, count in self._calls.items()):
@@ -251,7 +251,7 @@ class _Watch:
         return self._seen
 
     def _update(self, optimizers: tuple[Optimizer, ...]) -> None:
-        """Of a step of several updates: these were stepped, and the gradients are dropped after this call."""
+        """Note an update by `optimizers` in a step of several updates. Their gradients are dropped after this call."""
         for optimizer in optimizers:
             self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
             held = (p for group in optimizer.param_groups for p in group["params"])
@@ -259,7 +259,7 @@ class _Watch:
         self._held = frozenset()
 
     def _missed(self) -> list[str]:
-        # torch 2.13.0: there is no public way to ask for the hooks by which an optimizer steps in the backward pass.
+        # torch 2.13.0: no public API shows the hooks by which an optimizer steps in the backward pass.
         work = self._loop.work
         stepped = [one for one in work.optimizers if not self._made or id(one) in self._made]
         held = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
@@ -281,12 +281,12 @@ class _Watch:
             if not self._sees_gradients:
                 return forward(work, stage, batch, step)
             before = self._gradients()
-            self._compare(self._held, before.keys())  # in the hooks since the last backward pass
+            self._compare(self._held, before.keys())  # shows calls in the hooks since the last backward pass
             outputs = forward(work, stage, batch, step)
             after = self._gradients()
             self._compare(before.keys(), after.keys())
             if any(_is_written(before.get(key), now) for key, now in after.items()):
-                self._seen.add("backward() or zero_grad()")  # or another write
+                self._seen.add("backward() or zero_grad()")  # the versions do not show which
             self._held = after.keys()
             return outputs
 
@@ -297,25 +297,25 @@ class _Watch:
         return watched_forward, watched_backward
 
     def _compare(self, held: AbstractSet[int], found: AbstractSet[int]) -> None:
-        """Note what has become of the gradients that were `held`."""
+        """Note gradients that were added or removed."""
         if held - found:
             self._seen.add("zero_grad()")
         if found - held:
             self._seen.add("backward()")
 
     def _gradients(self) -> dict[int, tuple[int, int]]:
-        """The parameters that have a gradient, by `id`, each with the address of it and the number of writes to it.
+        """The address of each gradient and the number of writes to it, by the `id` of the parameter.
 
         `ddp` moves gradients to other memory when it wraps the module again.
         """
         params = self._loop.work.params
         found = {id(p): _place_and_version(p.grad) for p in (*params.all, *params.optimized) if p.grad is not None}
-        if not self._loop.makes_updates:  # there a gradient counts for the optimizer that is stepped
+        if not self._loop.makes_updates:  # with several updates, `_update` notes the gradients of the stepped optimizer
             self._with_gradient.update(found)
         return found
 
     def _before_step(self, optimizer: Optimizer, *given: Any) -> None:
-        if self.stepping is optimizer:  # a step that calls the step of its base class
+        if self.stepping is optimizer:  # its `step` calls that of the base class
             self._depth += 1
             return
         self.stepping, self._depth = optimizer, 0

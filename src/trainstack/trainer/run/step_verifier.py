@@ -1,7 +1,7 @@
 """`StepVerifier` runs some global steps twice from the same state and compares the bits of losses and gradients.
 
-Both runs have the same weights: the second one comes before the gradients are clipped and the optimizer moves. It
-calls `train_step` through the same layers as the first, in the same number of passes on all ranks, and no hook.
+Both runs use the same weights: the second run comes before clipping and the update. It calls `train_step` through the
+same layers as the first run, in the same number of passes on all ranks, and calls no hook.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from trainstack.trainer.torch_settings import reuses_memory
 
 RunPasses = Callable[[StepBatches, Workload], list[Tensor | float]]
 
-_CHOICE = 0x7265706C6179  # "replay": a key of this choice is no other seed of the run
+_CHOICE = 0x7265706C6179  # "replay" in ASCII, a key that no other seed of the run uses
 
 
 def is_chosen(seed: int, step: int, share: float) -> bool:
-    """Whether `step` is among the `share` of steps that are run twice: the same on all ranks, and drawn from no
-    generator."""
-    return mix(seed, _CHOICE, step) < share * 2**64
+    """Whether `step` belongs to the `share` of steps that are run twice. The choice is the same on all ranks, and uses
+    no generator."""
+    return mix(seed, _CHOICE, step) < share * 2**64  # `mix` is uniform over 64 bits
 
 
 def make_verifier(context: RunContext, work: Workload, makes_updates: bool) -> StepVerifier | None:
-    """The verifier that the arguments ask for; None without one.
+    """Make the verifier, if the arguments ask for one.
 
     Raises:
         ConfigurationError: the steps of the run cannot be run twice.
@@ -59,11 +59,11 @@ def make_verifier(context: RunContext, work: Workload, makes_updates: bool) -> S
     refusals = [(layer.name, layer.refuses_replay) for layer in context.stack.layers() if layer.refuses_replay]
     if refusals:
         name, reason = refusals[0]
-        raise ConfigurationError(f"verify_replay={share} with the layer {name!r}: {reason}. Leave verify_replay out.")
+        raise ConfigurationError(f"verify_replay={share} with the layer {name!r}: {reason}. Remove verify_replay.")
     if makes_updates:
         raise ConfigurationError(
             f"verify_replay={share} with a train_step that yields, or an optimizer that evaluates a closure: the "
-            "passes of such a step depend on updates within it. Leave verify_replay out."
+            "passes of such a step depend on updates within it. Remove verify_replay."
         )
     shares_memory = work.gradients_reduced_by is not None or reuses_memory(context.module, context.args.compile)
     return StepVerifier(context, share, context.args.on_replay_mismatch, shares_memory=shares_memory)
@@ -71,13 +71,13 @@ def make_verifier(context: RunContext, work: Workload, makes_updates: bool) -> S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """What differs between the two runs of a step, on one rank.
+    """The difference between the two runs of a step, on one rank.
 
     Attributes:
-        quantity: the first one that differs.
-        micro_batch: the first whose loss differs, counted from 0; None if none does.
-        parameter: the first whose gradient differs, by name; None if none does.
-        count: losses and gradients that differ.
+        quantity: "loss" if a loss differs, else "gradient".
+        micro_batch: the first micro-batch whose loss differs, counted from 0; None if none does.
+        parameter: the name of the first parameter whose gradient differs; None if none does.
+        count: the number of losses and gradients that differ.
     """
 
     quantity: Literal["loss", "gradient"]
@@ -90,23 +90,23 @@ class StepVerifier:
     """Runs the chosen steps of a training twice.
 
     Args:
-        context: of the run.
-        share: of the global steps.
+        context: the context of the run.
+        share: the share of the global steps that are run twice, between 0 and 1.
         on_mismatch: as `TrainerArguments.on_replay_mismatch`.
-        shares_memory: whether a backward pass may write to the memory of the gradients of the one before.
+        shares_memory: whether a backward pass may write to the memory of the previous gradients.
     """
 
     def __init__(self, context: RunContext, share: float, on_mismatch: str, *, shares_memory: bool) -> None:
         self._context, self._state, self._share = context, context.state, share
         self._on_mismatch, self._shares_memory = on_mismatch, shares_memory
-        self._record: StepRecord | None = None  # of the step under way, if it is chosen
-        self._written: dict[int, Tensor] = {}  # not optimized, and written to by passes, such as averages of weights
+        self._record: StepRecord | None = None  # of the current step, if it is chosen
+        self._written: dict[int, Tensor] = {}  # tensors that passes write to, such as averages of weights
         self._generators, self._owners = list[Any](), dict[str, Held]()
         self._attributes: Snapshot | None = None  # at the last search
         self._has_warned = False
 
     def recording(self, verbs: PassVerbs) -> PassVerbs:
-        """`verbs` that record the passes of a chosen step."""
+        """Wrap `verbs`, so that they record the passes of a chosen step."""
         self._verbs = verbs
 
         @contextmanager
@@ -153,10 +153,10 @@ class StepVerifier:
         return PassVerbs(accumulate, forward, backward, scale)
 
     def verifying(self, run: RunPasses) -> RunPasses:
-        """`run`, which runs the passes of a step by the verbs that `recording` gave, with those of chosen steps twice.
+        """Wrap `run`, so that it runs the passes of chosen steps twice. `run` must use the verbs of `recording`.
 
         Raises:
-            ReplayMismatchError: the two runs differ, and that is to stop the training.
+            ReplayMismatchError: the two runs differ, and `on_replay_mismatch` is "stop".
         """
 
         def run_twice(step_batches: StepBatches, work: Workload) -> list[Tensor | float]:
@@ -175,7 +175,7 @@ class StepVerifier:
         return run_twice
 
     def _search(self) -> None:
-        """Find what holds state, if there may be more than before: the search takes longer than a small step."""
+        """Find the objects with state, if there may be new ones. The search takes longer than a small step."""
         module, known = self._context.module, self._attributes
         if known is not None:
             new = known.values(known.changed()).values()
@@ -186,12 +186,12 @@ class StepVerifier:
         self._attributes = Snapshot(module, self._owners)
 
     def _keep(self, *, is_first: bool) -> PassState:
-        """The state of now; what a pass has created can be reached by another pass of the step alone."""
+        """The current state. After the first pass the owners are searched again, because a pass may create objects."""
         owners = self._owners if is_first else None
         return PassState(self._context, self._generators, owners, self._written.values())
 
     def _verify(self, record: StepRecord, work: Workload, step: int) -> None:
-        """Run the passes of `record` again, if all ranks can, and act upon what differs."""
+        """Run the passes of `record` again, if all ranks can, and report a difference."""
         comm = work.world.comm
         if any(comm.gather(not self._is_repeatable(record, work, step), "whether a step can be run twice")):
             return
@@ -199,12 +199,12 @@ class StepVerifier:
         each = comm.gather(None if found is None else asdict(found), "the second run of a step")
         differing = [(rank, Mismatch(**one)) for rank, one in enumerate(each) if one is not None]
         if differing:
-            # A gradient that is wrong on one rank is wrong in the sum of all; a loss tells the rank.
+            # A wrong gradient on one rank makes the sum wrong on all ranks, so prefer a loss: it shows the rank.
             rank, first = min(differing, key=lambda one: (one[1].quantity != "loss", one[0]))
             self._report(step, rank, first, sum(one.count for _, one in differing))
 
     def _is_repeatable(self, record: StepRecord, work: Workload, step: int) -> bool:
-        """Whether the weights are what they were before the step, and it has come to its last pass.
+        """Whether the step has not changed the weights, and has run its last pass.
 
         Raises:
             ConfigurationError: a second backward pass would move weights.
@@ -215,7 +215,7 @@ class StepVerifier:
             raise ConfigurationError(
                 f"verify_replay={self._share}, and {names.get(id(hooked[0]), 'a parameter')!r} has a hook that is "
                 "called when its gradient is accumulated, such as an optimizer that steps in the backward pass. A "
-                "second backward pass would call it again. Leave verify_replay out, or remove the hook."
+                "second backward pass would call it again. Remove verify_replay or the hook."
             )
         optimized = {id(p) for p in work.params.optimized if p.requires_grad}
         own = sorted(names.get(id(one), "a parameter") for one in record.moved if id(one) in optimized)
@@ -224,13 +224,13 @@ class StepVerifier:
         if own and not self._has_warned:
             self._has_warned = True
             self._context.log.warning(
-                f"verify_replay: global step {step} has moved {own[0]!r} within train_step or a hook, and was not run "
-                "a second time. Steps that do so are not verified."
+                f"verify_replay: global step {step} has changed {own[0]!r} within train_step or a hook, and was not "
+                "run a second time. Such steps are not verified."
             )
         return not new and not own and bool(record.passes) and record.last
 
     def _repeat(self, record: StepRecord, work: Workload, step: int) -> Mismatch | None:
-        """Run the passes again and leave no trace; what differs, or None."""
+        """Run the passes again, restore all states, and return the difference, or None."""
         state = self._state
         micro_batch, borrowed = state.micro_batch, state.borrowed
         now = self._keep(is_first=len(record.passes) == 1)
@@ -304,6 +304,6 @@ def _describe(step: int, rank: int, found: Mismatch, size: int) -> str:
     return (
         f"verify_replay: global step {step} was run twice from the same state, and {' and '.join(parts)} "
         f"differ{'' if len(parts) > 1 else 's'}. Either the hardware makes errors, or the step is not deterministic: "
-        "it uses such an operation, the time, or random numbers that no seed decides. `trainstack doctor --determinism "
-        "FILE.py:MODULE` names what is not deterministic; docs/determinism.md has the settings."
+        "it uses such an operation, the time, or random numbers without a seed. `trainstack doctor --determinism "
+        "FILE.py:MODULE` finds the cause; docs/determinism.md has the settings."
     )

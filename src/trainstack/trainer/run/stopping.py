@@ -29,16 +29,23 @@ if TYPE_CHECKING:
     from trainstack.trainer.run.train_loop import TrainLoop
 
 POLL_S = 0.5
-"""How often a process looks whether another one has been asked to stop."""
+"""Seconds between two checks whether another process was asked to stop. A stop within a second is soon enough, and two
+requests to the store in a second cost a step almost nothing."""
 
 
 LEAVE_S = 10.0
-"""How long a rank that has saved waits for the others before it ends."""
+"""Seconds that a rank waits for the others after its save, before it ends. SLURM sends SIGKILL 30 s after SIGTERM by
+default (`KillWait`)."""
 
 
 class Request(NamedTuple):
-    """Why a run is to stop: the reason in words, the number of the signal that asks for it, if one does, and whether a
-    clock asks."""
+    """A request to stop the run.
+
+    Attributes:
+        reason: for messages.
+        signal: the number of the signal that made the request; None without one.
+        by_clock: whether a time limit made the request.
+    """
 
     reason: str
     signal: int | None = None
@@ -46,23 +53,22 @@ class Request(NamedTuple):
 
     @property
     def is_chosen(self) -> bool:
-        """Whether code of the run asks, which may have looked at metrics."""
+        """Whether code of the run made the request. It may depend on metrics."""
         return self.signal is None and not self.by_clock
 
 
 class Stopped(Exception):
-    """Raised on every process at the boundary where the run stops. It ends the epoch in `Run`, then the training."""
+    """Raised on every process at the step boundary at which the run stops. It ends the epoch, then the training."""
 
 
 class Stopper:
-    """Takes requests to stop and lets all processes agree on where.
+    """Accepts requests to stop, and makes all processes agree on the step.
 
-    `request` sets flags and nothing else, so signal handlers and other threads may call it. A request with a signal
-    goes before one without. While nobody asks, a step costs nothing: a process listens to the others about twice a
-    second.
+    `request` only sets flags, so signal handlers and other threads may call it. A request with a signal replaces one
+    without. Without a request, a step costs nothing: a process reads the requests of the others about twice a second.
 
     Attributes:
-        agreed: what all processes have stopped for; None before.
+        agreed: the request for which all processes have stopped; None before.
     """
 
     def __init__(self) -> None:
@@ -72,9 +78,9 @@ class Stopper:
         self._world = World()
 
     def begin(self, loop: TrainLoop, world: World) -> None:
-        """Training begins; all processes call it together. A request that was made before counts."""
+        """Begin a training. All processes call this together. An earlier request remains valid."""
         self.agreed, self._loop, self._world = None, loop, world
-        # each training has its own keys: a trainer before this one may have used the store
+        # each training uses other keys, because an earlier trainer may have used the store
         self._names = "stop/" + world.comm.broadcast_object(uuid.uuid4().hex, "beginning a training")
         self._announced: Request | None = None
         self._published = False
@@ -82,17 +88,17 @@ class Stopper:
         self._pace = Pace(POLL_S, due_at_once=False)
 
     def end(self) -> Request | None:
-        """Training is over; a request that came too late to be heeded, if there is one."""
+        """End the training. Returns a request that came too late, or None."""
         late, self._request, self._loop = self._request, None, None
         return late if self.agreed is None else None
 
     @property
     def has_signal(self) -> bool:
-        """Whether a signal has asked for a stop that is not agreed on yet."""
+        """Whether a signal has requested a stop on which the processes have not agreed yet."""
         return self._request is not None and self._request.signal is not None
 
     def drop(self) -> Request | None:
-        """Forget a signal that came before training began, and return it; a request of `request_stop` stays."""
+        """Remove and return the request of a signal that came before training. A request of `request_stop` remains."""
         pending = self._request
         if pending is None or pending.signal is None or self._loop is not None:
             return None
@@ -100,22 +106,22 @@ class Stopper:
         return pending
 
     def leave_together(self) -> None:
-        """After a signal, wait until all ranks have come here, so that they end close to each other; give up soon.
+        """After a signal, wait up to `LEAVE_S` until all ranks are here, so that they end at almost the same time.
 
-        A scheduler may take the first exit code that is not 0 for a failure, and end the ranks that have not left.
+        A scheduler may treat the first exit code other than 0 as a failure, and kill the ranks that still run.
         """
-        world, began, pause = self._world, time.monotonic(), 0.001
+        world, began, pause = self._world, time.monotonic(), 0.001  # other ranks often come within milliseconds
         if world.size == 1 or self.agreed is None or self.agreed.signal is None:
             return
-        with suppress(RuntimeError):  # the store is gone, and its rank with it
+        with suppress(RuntimeError):  # the rank with the store has ended
             world.comm.put(f"{self._names}/leaves/{world.rank}", "")
             everybody = [f"{self._names}/leaves/{rank}" for rank in range(world.size)]
             while world.comm.get_if_all(everybody) is None and time.monotonic() - began < LEAVE_S:
                 time.sleep(pause)
-                pause = min(2 * pause, max(0.05, world.size / 2000))
+                pause = min(2 * pause, max(0.05, world.size / 2000))  # at most 2,000 requests in a second, of all ranks
 
     def request(self, reason: str, signal: int | None = None, by_clock: bool = False) -> None:
-        """Ask for a stop at the next boundary that all processes agree on."""
+        """Request a stop at the next step boundary on which all processes agree."""
         if self._request is None or (signal is not None and self._request.signal is None):
             self._request = Request(reason, signal, by_clock)
         if self._loop is not None:
@@ -128,27 +134,28 @@ class Stopper:
 
     @property
     def is_requested(self) -> bool:
-        """Whether a request is known on this process, so that every boundary has to be looked at."""
+        """Whether this process has a request, so that it must call `is_due` after every step."""
         return self._request is not None
 
     @property
     def next_poll(self) -> int:
-        """The global step at which to listen to the other processes."""
+        """The global step after which to read the requests of the other processes."""
         return self._pace.next_poll if self._world.size > 1 else NEVER
 
     def is_due(self, step: int) -> bool:
         """Whether all processes stop after `step`, which this one has just finished.
 
-        The process that is asked leaves word in the store. Each that knows publishes the step it has finished, once,
-        and trains on; when all have, the run stops one step after the highest of them. Nobody is past that by then:
-        to finish step s, a process needs the gradients of every other for s. So each other has left boundary s - 1,
-        and if it has not published yet, it will at boundary s or later. A process that still misses somebody at s
-        thus knows that the highest is s at least, and it has not begun the step after.
+        A process with a request writes it to the store. Each process that has read the request publishes its last
+        finished step once, and continues to train. When all have published, the run stops one step after the highest
+        published step. No process has passed that step by then: to finish step s, a process needs the gradients of all
+        others for s. So all others have left boundary s - 1, and those that have not published will publish s or a
+        later step. A process that does not find all steps at boundary s therefore knows that the highest is at least s,
+        and it has not begun step s + 1.
 
-        On an accelerator the host runs ahead of the gradients; so it waits for the device before it looks.
+        On an accelerator the host runs ahead of the gradients, so it synchronizes with the device before it reads.
 
         Raises:
-            PeerError: the processes do not wait for each other in each step, and this one has gone too far.
+            PeerError: the processes do not wait for each other in each step, and this one has passed the agreed step.
         """
         if self._world.size == 1:
             return self.is_requested
@@ -161,13 +168,13 @@ class Stopper:
             self._target = self._find_target(step)
         if self._target is not None and step > self._target:
             raise PeerError(
-                f"all processes were to stop after global step {self._target}, and rank {self._world.rank} has "
+                f"all processes should have stopped after global step {self._target}, but rank {self._world.rank} has "
                 f"finished {step}: the layers of this backend do not exchange gradients in each step."
             )
         return step == self._target
 
     def interrupts(self) -> bool:
-        """Whether a validation is to be broken off, for a signal here or on another process."""
+        """Whether to interrupt a validation, because of a signal on this or another process."""
         if self._world.size > 1:
             if not self._is_urgent and self._pace.is_due():
                 self._listen()
@@ -175,7 +182,7 @@ class Stopper:
         return self._is_urgent
 
     def stop_if_requested(self) -> None:
-        """Between the parts of an epoch: stop if any process has been asked; all call it together.
+        """Stop between the parts of an epoch if any process has a request. All processes call this together.
 
         Raises:
             Stopped: on every process.
@@ -196,7 +203,7 @@ class Stopper:
             self._world.comm.put(f"{self._names}/asked", json.dumps(self._request))
 
     def _listen(self) -> None:
-        with self._pace.painting(), suppress(RuntimeError):  # a store that is gone shows elsewhere
+        with self._pace.painting(), suppress(RuntimeError):  # the next collective reports a lost store
             found = self._world.comm.get_if_all([f"{self._names}/asked"])
             if found is not None:
                 self.request(*json.loads(found[0]))
@@ -214,10 +221,10 @@ class Stopper:
 
 
 _PREEMPTING = ("SIGTERM", "SIGHUP", "SIGUSR1")
-"""Signals that ask for an end that may be followed by a resume; SIGHUP comes when a terminal or a connection closes."""
+"""Signals that ask for an end after which the run may resume. SIGHUP is sent when a terminal or a connection closes."""
 
 _SAME_PRESS_S = 1.0
-"""A terminal and a launcher may both pass one Ctrl-C on, so what follows within this time is the same one."""
+"""Seconds within which a second SIGINT is the same Ctrl-C, because a terminal and a launcher may both send it."""
 
 _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
 
@@ -226,13 +233,13 @@ _AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops i
 def stop_on_signals(
     stopper: Stopper, *, enabled: bool, announce: bool, can_agree: Callable[[], bool]
 ) -> Iterator[None]:
-    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask `stopper` inside; a second Ctrl-C raises KeyboardInterrupt at once.
+    """In this block, SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C request a stop. A second Ctrl-C raises KeyboardInterrupt.
 
-    A signal that the program ignores, or handles in a way of its own, is left alone. Outside of the main thread, where
-    Python lets nobody handle signals, nothing is done.
+    Signals that the program ignores or handles keep their handlers. Outside of the main thread this does nothing,
+    because Python allows signal handlers in the main thread only.
 
-    `announce` tells whoever presses Ctrl-C that it was noticed. While `can_agree()` is False, the ranks have not met,
-    and a signal raises `Preempted` at once. Ctrl-C raises KeyboardInterrupt at once until training has begun.
+    With `announce`, the first Ctrl-C prints a message. While `can_agree()` is False, the ranks have not connected, and
+    a signal raises `Preempted` at once. Ctrl-C raises KeyboardInterrupt at once until training has begun.
     """
     replaced: dict[int, Any] = {}
     handler = _Handler(stopper, announce, can_agree)
@@ -250,13 +257,13 @@ def stop_on_signals(
 
 
 def end_when_idle(owner: Any, *, enabled: bool) -> Callable[[], None]:
-    """In a job of SLURM, let SIGTERM, SIGHUP and SIGUSR1 end the process by `Preempted` while `owner` does not train.
+    """In a SLURM job, let SIGTERM, SIGHUP and SIGUSR1 end the process by `Preempted` while `owner` does not train.
 
-    Without this the process is killed by the signal, and its exit code does not say that the job can go on. Elsewhere,
-    and for signals that the program handles or ignores, nothing is done.
+    Otherwise the signal kills the process, and its exit code does not show that the job can resume. This does nothing
+    outside of SLURM, and for signals that the program handles or ignores.
 
     Returns:
-        What gives the signals back. It is called by itself when `owner` is collected.
+        a function that restores the handlers. It is called automatically when `owner` is garbage-collected.
     """
     handler = _IdleHandler(weakref.ref(owner))
     taken: list[int] = []
@@ -282,7 +289,7 @@ def _signals(*names: str) -> list[int]:
 
 @contextmanager
 def stop_after(stopper: Stopper, args: TrainerArguments) -> Iterator[None]:
-    """`args.max_time` after its beginning, the block asks `stopper`. A step pays nothing for it: a thread waits."""
+    """Request a stop when the block has run for `args.max_time`. A thread waits, so a step costs nothing."""
     if args.max_time is None:
         yield
         return
@@ -297,7 +304,7 @@ def stop_after(stopper: Stopper, args: TrainerArguments) -> Iterator[None]:
 
 
 def raise_early(request: Request, *, shown: bool) -> NoReturn:
-    """End `train()` for a signal that came before training began; Ctrl-C shows why if `shown`.
+    """End `train()` for a signal that came before training began. For Ctrl-C, the reason is printed if `shown`.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
@@ -313,10 +320,10 @@ def raise_early(request: Request, *, shown: bool) -> NoReturn:
 def raise_for_signal(
     honoured: Request | None, after_end: Request | None, stop_message: str, log: RunLogger | None, *, returns: bool
 ) -> None:
-    """End `train()` if a signal has stopped it; a signal that came too late goes to whoever handles it now.
+    """End `train()` if a signal has stopped it. A signal that came after the end is raised again for its new handler.
 
-    `honoured` has stopped the run; `after_end` came when there was nothing left to stop. `log` is None on processes
-    that must not say anything. Ctrl-C `returns` to the caller where the arguments ask for that.
+    `honoured` is the request that has stopped the run, and `after_end` one that came too late. `log` is None on
+    processes that must print nothing. With `returns`, Ctrl-C returns to the caller.
 
     Raises:
         KeyboardInterrupt: for Ctrl-C.
@@ -339,30 +346,31 @@ def raise_for_signal(
 
 
 def ignore_signals_at_exit() -> None:
-    """From the beginning of Python's exit on, ignore SIGTERM, SIGHUP and SIGUSR1; for a process that was preempted.
+    """Ignore SIGTERM, SIGHUP and SIGUSR1 while Python exits, in a process that was preempted.
 
-    `srun --kill-on-bad-exit` sends SIGTERM to the ranks that still leave Python when the first has ended. Exit code 75
-    would become 143. A handler does not help, because Python 3.11 gives handlers back while it ends; `SIG_IGN` stays.
+    `srun --kill-on-bad-exit` sends SIGTERM to the other ranks when the first has ended. A rank that is still exiting
+    would end with code 143 instead of 75. A handler does not help, because Python 3.11 restores the default handlers
+    during its exit; `SIG_IGN` remains.
     """
     atexit.unregister(_ignore_signals)
-    atexit.register(_ignore_signals)  # the last that is registered comes first
+    atexit.register(_ignore_signals)  # `atexit` calls the function that was registered last first
 
 
 def _ignore_signals() -> None:
-    with suppress(ValueError):  # not in the main thread
+    with suppress(ValueError):  # raised outside of the main thread
         for number in _signals(*_PREEMPTING):
             signal.signal(number, signal.SIG_IGN)
 
 
 class _IdleHandler:
-    """Ends the process by `Preempted`: a trainer that does not train has nothing to save."""
+    """Ends the process by `Preempted`, because a trainer that does not train has nothing to save."""
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
         self._owner = owner
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         owner = self._owner()
-        if owner is None:  # collected in another thread, where no signal can be given back
+        if owner is None:  # collected in another thread, which cannot restore the handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
@@ -373,7 +381,8 @@ class _IdleHandler:
 
 
 class _Handler:
-    """Runs between two instructions of whatever the main thread does, so it sets flags and writes past all buffers."""
+    """Requests a stop. It runs between any two instructions of the main thread, so it only sets flags, and writes with
+    `os.write`, because buffered streams are not reentrant."""
 
     def __init__(self, stopper: Stopper, announce: bool, can_agree: Callable[[], bool]) -> None:
         self._stopper, self._announce, self._can_agree = stopper, announce, can_agree

@@ -1,4 +1,4 @@
-"""`TrainLoop`, the parts and the counters that the global steps of a run work with."""
+"""`TrainLoop` has the parts and the counters that the global steps of a run use."""
 
 from __future__ import annotations
 
@@ -24,41 +24,43 @@ from trainstack.trainer.schedulers.stepping import Schedules
 
 
 class TrainLoop:
-    """What the loop works with.
+    """The parts and counters of the training loop.
 
     Args:
-        schedules: what is stepped after a global step that moved the weights, and when.
-        state: advanced after each global step.
-        skip_nonfinite: leave out steps whose loss or gradient is inf or nan (reads the device in every step). A layer
-            that bounds each record's gradient leaves nothing to skip.
-        keep_epoch_outputs: collect what `train_step` returns over a whole epoch.
-        measures_every_step: whether each step's gradient norm is computed, even where nothing is clipped.
-        bind: gives the subscribers of an event; asked once an epoch, so that others cost nothing.
+        stack: the outermost layer of the backend.
+        work: the prepared workload of the run.
+        hooks: the hooks of the module.
+        schedules: the schedulers to step after a global step that moved the weights, and their intervals.
+        state: the counters, advanced after each global step.
+        skip_nonfinite: skip steps whose loss or gradient is inf or nan. This reads the device in every step. It has no
+            effect with a layer that bounds the gradient of each record.
+        keep_epoch_outputs: collect the outputs of `train_step` over a whole epoch.
+        measures_every_step: compute the gradient norm of each step, even without clipping.
+        bind: returns the subscribers of an event. It is called once an epoch, so events without any cost nothing.
         inspect_loss: called with the first loss, before its backward pass.
-        reused_memory: whether the memory of what a step returns may be written to by the next one: see
-            `OutputCollector`.
+        reused_memory: whether the next step may write to the memory of the outputs: see `OutputCollector`.
 
     Attributes:
-        meter: gets the losses.
+        meter: receives the losses.
         optimizer_states: saves and restores optimizers and schedulers.
-        step_outputs, epoch_outputs: collectors; None where nobody reads them.
-        on_due: called once `state.global_step` has reached `next_due_step`, which it sets anew.
+        step_outputs, epoch_outputs: collectors; None if no hook reads them.
+        on_due: called when `state.global_step` has reached `next_due_step`. It sets the next `next_due_step`.
         next_due_step: see `on_due`. A signal handler or another thread may call `wake` at any moment, which sets it to
             0.
-        next_measured_step: the next global step whose gradient norm is computed even where nothing is clipped; 0 for
-            every step.
-        watch_passes: replaces the verbs `forward` and `backward` by what a function makes of them, from the next
-            micro-batch of the epoch on; None for the bare verbs.
-        makes_updates: whether the steps are run by `StepUpdates`.
-        asked_for: the positions of the optimizers that `StepUpdates` was to step so far.
-        on_update: called by `StepUpdates` before it drops gradients, with the optimizers that were stepped with them.
+        next_measured_step: the next global step whose gradient norm is computed even without clipping; 0 for every
+            step.
+        watch_passes: called with a function that wraps the verbs `forward` and `backward` from the next micro-batch of
+            the epoch on; None removes the wrappers.
+        makes_updates: whether `StepUpdates` runs the steps.
+        asked_for: the positions of the optimizers for which `StepUpdates` has had an update so far.
+        on_update: called by `StepUpdates` with the stepped optimizers, before it drops their gradients.
         records_rates: whether the learning rates of each step are kept.
-        before_update: called with the optimizers that are about to be stepped, after all subscribers; None for nobody.
-        after_update: called after each global step, before its gradients are dropped; None for nobody.
-        is_torn: whether a step has moved weights and not come to its end.
+        before_update: called with the optimizers after all subscribers, directly before they step; None for no call.
+        after_update: called after each global step, before its gradients are dropped; None for no call.
+        is_torn: whether an unfinished step has moved weights.
         has_gradients: whether there may be gradients that no finished step has zeroed.
-        verifier: runs some steps twice; None for none.
-        failed_in: the micro-batch of its step, from 0, in which an exception was raised; None before, or elsewhere.
+        verifier: runs some steps twice; None to run each once.
+        failed_in: the micro-batch of its step, from 0, in which an exception was raised; None otherwise.
     """
 
     makes_updates: bool
@@ -126,15 +128,15 @@ class TrainLoop:
         self.on_update: Callable[[tuple[Optimizer, ...]], None] = lambda optimizers: None
 
     def bind_end_backward(self) -> Callable[..., Any] | None:
-        """The hook and the subscribers of the end of a backward pass; None for nobody."""
+        """The hook and the subscribers of the end of a backward pass; None without any."""
         return chain(self.hooks.end_backward, self.bind(Event.AFTER_BACKWARD), slice(1, None))
 
     def bind_before_update(self) -> Callable[..., Any] | None:
-        """The subscribers of the moment before optimizers are stepped, and `before_update`; None for nobody."""
+        """The subscribers of the moment before optimizers step, and `before_update`; None without any."""
         return chain(self.bind(Event.BEFORE_OPTIMIZER_STEP), self.before_update)
 
     def wake(self) -> None:
-        """Let `on_due` be called after the step under way; threads and signal handlers may call this."""
+        """Call `on_due` after the current step. Threads and signal handlers may call this."""
         self.next_due_step = 0
 
     def get_state(self) -> dict[str, Any]:
@@ -142,10 +144,10 @@ class TrainLoop:
         return {**self.state.get_state(), **self.optimizer_states.get_state(), "meter": self.meter.get_state()}
 
     def update_state(self, state: Mapping[str, Any], *, fresh_optimizers: bool, log: RunLogger) -> None:
-        """Take back what `get_state` returned, optimizers and schedulers only if they are not to be fresh.
+        """Load the result of `get_state`. With `fresh_optimizers`, optimizers and schedulers are not changed.
 
         Raises:
-            CheckpointMismatchError: optimizers or schedulers are not those of the checkpoint.
+            CheckpointMismatchError: the checkpoint has other optimizers or schedulers.
         """
         self.state.update_state(state)
         if "meter" in state:

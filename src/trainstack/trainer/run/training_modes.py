@@ -29,10 +29,10 @@ class TrainingModes:
         self._kept: tuple[nn.Module, ...] = ()
 
     def decide(self) -> Decision:
-        """In which modes the parts of the module train.
+        """Decide in which modes the parts of the module train.
 
         Raises:
-            ConfigurationError: the module keeps all modes, and the run is private.
+            ConfigurationError: `keep_modes` is not a bool, or it is True and the run is private.
         """
         module = self._module
         if not isinstance(module.keep_modes, bool):
@@ -49,21 +49,20 @@ class TrainingModes:
         return Decision(get_modes(module), (), ()) if module.keep_modes else decide_modes(module, self._kept)
 
     def begin(self, log: RunLogger) -> None:
-        """Put the parts of the module into the modes in which they train; `train()` begins."""
+        """Set the modes in which the parts train, at the beginning of `train()`."""
         decision = self.decide()
         self._modes, self._kept = begin_modes(self._module, decision.modes), decision.kept
         if decision.kept or decision.changed:
             log.info(describe_modes(self._module, decision))
 
     def restore(self, changes: Modes = MappingProxyType({})) -> None:
-        """Put the parts into the modes in which they train, those of `changes` into others."""
+        """Set the modes in which the parts train, except for the modes in `changes`."""
         set_modes(self._module, {**self._modes, **changes})
 
     def changes(self) -> Modes:
-        """The modes of the parts that are not in the mode in which they train."""
+        """The current modes of the parts whose mode differs from that in which they train."""
         return {p: mode for p, mode in get_modes(self._module).items() if self._modes.get(p, mode) is not mode}
 
     def undo(self, changes: Modes) -> None:
-        """Undo `changes` that hooks have made for an epoch and that are still set; the next `train()` does not
-        use them."""
+        """Undo those `changes` of hooks for an epoch that are still set. The next `train()` does not use them."""
         set_modes(self._module, {p: self._modes.get(p, mode) for p, mode in changes.items() if p.training is mode})

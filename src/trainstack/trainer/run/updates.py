@@ -1,7 +1,7 @@
 """`StepUpdates` runs a global step of several updates: a `train_step` that yields, or an optimizer with a closure.
 
-The updates are made one after the other over the whole step: all micro-batches of all processes run to their first
-`yield`, then comes one update from the gradient of the whole step, then they go on. So any split of a batch gives the
+Each update covers the whole step: all micro-batches of all processes run to their first `yield`, one update uses the
+gradient of the whole step, and then the micro-batches continue to the next `yield`. So any split of a batch gives the
 same result, as it does with one update.
 """
 
@@ -36,7 +36,13 @@ from trainstack.trainer.run.train_loop import TrainLoop
 
 
 class StepResult(NamedTuple):
-    """Of the updates of a step: the loss of each own micro-batch, the gradients' joint norm, and if weights moved."""
+    """The result of the updates of a step.
+
+    Attributes:
+        losses: the loss of each micro-batch that is not borrowed.
+        norm: the joint norm of the gradients, 0-dim; None if none was computed.
+        moved: whether weights moved.
+    """
 
     losses: list[Tensor | float]
     norm: Tensor | None
@@ -48,16 +54,16 @@ class _Pass:
     """A micro-batch of the step.
 
     Attributes:
-        batch: as the loader gave it.
+        batch: the batch of the loader.
         weight: its share of the step.
-        borrowed: whether it counts for nothing, on a rank with fewer micro-batches than others.
-        position: among the micro-batches of the step on this process.
-        last: whether it is the last of them.
-        generator: of a `train_step` that yields.
-        part: computes the loss that a closure evaluates: `NextPart`, or the batch itself.
-        outputs: of the step.
-        loss: the sum of the losses of the updates that were made.
-        update_loss: that of the update under way.
+        borrowed: whether it has no weight, on a rank with fewer micro-batches than others.
+        position: its position in the step on this process, from 0.
+        last: whether it is the last one of the step.
+        generator: the generator of a `train_step` that yields.
+        part: the input of the forward pass that a closure evaluates: a `NextPart`, or the batch.
+        outputs: the outputs of the step.
+        loss: the sum of the losses of the updates so far.
+        update_loss: the loss of the current update.
     """
 
     batch: Any
@@ -73,7 +79,7 @@ class _Pass:
 
 
 class _Request(NamedTuple):
-    """What a micro-batch asks for next: a step of the optimizers at these positions, perhaps with a closure."""
+    """The next update of a micro-batch: a step of the optimizers at these positions, with or without a closure."""
 
     optimizers: tuple[int, ...]
     closure: bool
@@ -83,12 +89,12 @@ class StepUpdates:
     """The updates of the steps of an epoch.
 
     Args:
-        loop: whose verbs and counters are used.
-        forward, backward: the verbs, perhaps with events around them.
+        loop: gives the verbs and the counters.
+        forward, backward: the verbs, with the events around them.
         end_backward: called with the number of the step and the loss after each backward pass; may be None.
         before_update: called with the optimizers before each update; may be None.
-        end_update: called with the optimizers after each update, and whether it has moved weights; drops the gradients.
-        is_nonfinite: whether an update with these losses and this norm is to be left out.
+        end_update: called after each update with the optimizers, and whether weights moved. It drops the gradients.
+        is_nonfinite: whether to skip an update with these losses and this norm.
     """
 
     def __init__(
@@ -117,11 +123,11 @@ class StepUpdates:
         """Make the updates of a step.
 
         Args:
-            step: is read to its end before the first update.
-            work: of the step.
+            step: the micro-batches. All are fetched before the first update.
+            work: the workload of the step.
 
         Raises:
-            ModuleContractError: the micro-batches do not ask for the same updates, or one yields no loss.
+            ModuleContractError: the micro-batches yield different updates, or one yields no loss.
         """
         state = self._loop.state
         state.current_step, self._loop.has_gradients = state.global_step + 1, True
@@ -136,7 +142,7 @@ class StepUpdates:
                     self._begin(one, work)
             while (request := self._advance(passes, work)) is not None:
                 norm, stepped = self._update(passes, step, work, request)
-                if stepped or not moved:  # an update that was left out counts where it is all there is
+                if stepped or not moved:  # a skipped update counts only if the step has no other
                     norms = [*(norms if moved else ()), *(() if norm is None else (norm,))]
                     for one in passes:
                         one.loss = one.update_loss + (one.loss if moved else 0.0)
@@ -152,7 +158,7 @@ class StepUpdates:
 
     @contextmanager
     def _within(self, one: _Pass, work: Workload) -> Iterator[Callable[[Any], Any]]:
-        """A block for a forward and a backward pass; gives a function that calls `forward` with a batch or a part."""
+        """A block for a forward and a backward pass. It gives a function that calls `forward` with a batch or part."""
         state = self._loop.state
         state.micro_batch = one.position
         if not one.borrowed:
@@ -175,7 +181,7 @@ class StepUpdates:
             )
 
     def _advance(self, passes: Sequence[_Pass], work: Workload) -> _Request | None:
-        """Run all micro-batches up to their next update, with backward passes; None where all have ended."""
+        """Run all micro-batches up to their next update, with backward passes; None if all have ended."""
         if self._loop.may_skip:
             self._buffers.keep()
         for one in passes:
@@ -186,13 +192,13 @@ class StepUpdates:
         if len(found) > 1:
             said = " and ".join(f"optimizers {one[2:]}" if one else "the end of train_step" for one in found)
             raise ModuleContractError(
-                f"the micro-batches of global step {self._loop.state.current_step} came to different updates: {said}. "
+                f"the micro-batches of global step {self._loop.state.current_step} yielded different updates: {said}. "
                 "All micro-batches of a step, on all processes, must yield the same optimizers in the same order."
             )
         return _Request(tuple(map(int, found[0][2:].split())), found[0][0] == "1") if found[0] else None
 
     def _next(self, one: _Pass, work: Workload) -> _Request | None:
-        """Run a micro-batch up to its next update; with the backward pass, if it yields a loss."""
+        """Run a micro-batch up to its next update. If it yields a loss, run the backward pass too."""
         everyone = tuple(range(len(self._loop.work.optimizers)))
         if one.generator is None:
             one.part = one.batch
@@ -231,7 +237,7 @@ class StepUpdates:
             self._loop.inspect_loss = None
             inspect(loss)
         one.update_loss = loss.detach().clone()  # user code and optimizers may write to the loss later
-        if one.weight or work.gradients_reduced_by is not None:  # all ranks run the same passes
+        if one.weight or work.gradients_reduced_by is not None:  # with reduction all ranks must run the same passes
             self._backward(work, loss, one.weight)
         if self._end_backward is not None:
             self._end_backward(self._loop.state.current_step, loss)
@@ -239,7 +245,7 @@ class StepUpdates:
     def _update(
         self, passes: Sequence[_Pass], step: StepBatches, work: Workload, request: _Request
     ) -> tuple[Tensor | None, bool]:
-        """One update; returns the joint norm of its gradients, and whether it has moved weights."""
+        """Make one update. Returns the joint norm of its gradients, and whether weights moved."""
         self._loop.asked_for.update(request.optimizers)
         optimizers = tuple(self._loop.work.optimizers[position] for position in request.optimizers)
         held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
@@ -248,7 +254,8 @@ class StepUpdates:
         if request.closure:
             check_closures(type(optimizers[0]).__name__, self._stack.layers(), self._loop.skip_nonfinite)
             closure = _Closure(self, passes, work)
-            if not all(isinstance(one, LBFGS) for one in optimizers):  # it begins with an evaluation, others need one
+            # LBFGS begins with a call of the closure. Other optimizers may read the gradients before they call it.
+            if not all(isinstance(one, LBFGS) for one in optimizers):
                 closure()
             work = replace(work, closure=closure)
         else:
@@ -261,7 +268,7 @@ class StepUpdates:
             if self._before_update is not None:
                 self._before_update(optimizers)
             moved = self._stack.step(work)
-        self._loop.is_torn |= moved  # until the counters are moved on
+        self._loop.is_torn |= moved  # until the counters are advanced
         self._loop.on_update(optimizers if moved else ())
         if not moved and self._loop.may_skip:
             self._buffers.restore()
@@ -274,7 +281,7 @@ class StepUpdates:
         return self._stack.clip(work)
 
     def evaluate(self, passes: Sequence[_Pass], work: Workload) -> Tensor:
-        """The loss of the step at the present weights, 0-dim; its gradients, summed and clipped, are in `.grad`."""
+        """The loss of the step at the current weights, 0-dim. Its summed and clipped gradients are in `.grad`."""
         self._loop.on_update(())
         for parameter in work.params.all:
             parameter.grad = None
@@ -301,7 +308,7 @@ class StepUpdates:
 
 
 class _Closure:
-    """What an optimizer calls for the loss and new gradients. The first loss is that of the step."""
+    """The closure of an optimizer: it computes the loss and new gradients. The first loss is that of the step."""
 
     def __init__(self, updates: StepUpdates, passes: Sequence[_Pass], work: Workload) -> None:
         self._updates, self._passes, self._work, self._first = updates, passes, work, True
@@ -320,8 +327,8 @@ def _run_part(generator: Generator[Any, Any, Any]) -> PartResult:
     """Run up to the next `yield`, or to the end.
 
     Raises:
-        ModuleContractError: the `yield` is in a block that changes a mode of torch. It would be left open in the other
-            micro-batches and in the update, and they close in another order than they open.
+        ModuleContractError: the `yield` is in a block that changes a mode of torch. The block would remain open during
+            the other micro-batches and the update, and the blocks would not close in reverse order.
     """
     before = _modes()
     try:
@@ -339,7 +346,7 @@ def _run_part(generator: Generator[Any, Any, Any]) -> PartResult:
 
 
 def _modes() -> tuple[Any, ...]:
-    """What a `with` block may change: whether there are gradients, and autocast on each type of device here."""
+    """The modes that a `with` block may change: gradients, inference, and autocast on each type of device."""
     accelerator = torch.accelerator.current_accelerator()
     types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     casts = [(torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types]
@@ -347,7 +354,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _hold(step: StepBatches) -> list[_Pass]:
-    """All micro-batches of a step. The weights are known when the last one has been fetched."""
+    """Fetch all micro-batches of a step. Their weights are only known after the last one."""
     fetched = []
     for batch, _, last in step.micro_batches:
         # a loader may reuse the memory of a batch for the next one

@@ -15,7 +15,7 @@ from trainstack.trainer.run.run import Run
 
 
 class RunView:
-    """Counters, sizes and loaders of a run, always as they are now. Writing to one of them is an `AttributeError`.
+    """The current counters, sizes and loaders of a run. Assignment raises `AttributeError`.
 
     Epochs are counted from 0. A step is one update over all processes, a batch one micro-batch on this process.
     """
@@ -27,7 +27,7 @@ class RunView:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, or to begin next."""
+        """The current epoch, or the next one between two epochs."""
         return self._run.state.epoch
 
     @property
@@ -42,17 +42,17 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the run; None where that is unknown."""
+        """Steps of the run; None if that is unknown."""
         return self._run.data.plan.total_steps
 
     @property
     def steps_in_epoch(self) -> int:
-        """Steps finished in the epoch under way."""
+        """Steps finished in the current epoch."""
         return self._run.state.steps_in_epoch
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps of an epoch; None where that is unknown."""
+        """Steps of an epoch; None if that is unknown."""
         return self._run.data.plan.steps_per_epoch
 
     @property
@@ -62,38 +62,38 @@ class RunView:
 
     @property
     def batches_in_epoch(self) -> int:
-        """Micro-batches finished in the epoch under way."""
+        """Micro-batches finished in the current epoch."""
         return self._run.state.batches_in_epoch
 
     @property
     def batches_per_step(self) -> int:
-        """Micro-batches of a step; the last one of an epoch may have fewer."""
+        """Micro-batches of a step. The last step of an epoch may have fewer."""
         return self._run.data.plan.accumulation
 
     @property
     def indices(self) -> tuple[int, ...] | None:
-        """The samples of the micro-batch under way by their indices in the data set, from `TRAIN_BATCH_BEGIN` to
-        `TRAIN_BATCH_END`; None where they are not known."""
+        """The indices of the samples of the current micro-batch in the data set, from `TRAIN_BATCH_BEGIN` to
+        `TRAIN_BATCH_END`; None if they are not known."""
         return self._run.data.micro_batch(self._run.state).samples
 
     @property
     def samples_in_epoch(self) -> int:
-        """Samples trained on in the epoch under way, over all processes."""
+        """Samples trained on in the current epoch, over all processes."""
         return self._run.state.samples_in_epoch
 
     @property
     def device(self) -> torch.device:
-        """Where the module and its batches are."""
+        """The device of the module and its batches."""
         return self._run.world.device
 
     @property
     def train_dataloader(self) -> Any:
-        """The very object that `get_train_dataloader` returned last."""
+        """The last result of `get_train_dataloader`, not a copy."""
         return self._run.data.loader
 
     @property
     def val_dataloaders(self) -> Mapping[str, Any]:
-        """What `get_val_dataloaders` returns, by name; it is called for that."""
+        """The result of a call of `get_val_dataloaders`, by name."""
         run = self._run
         with isolated_rng(mix(run.state.seed), run.world.device):
             return MappingProxyType(run.evaluator.loaders_of(Stage.VAL))
