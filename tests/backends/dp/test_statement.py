@@ -115,7 +115,7 @@ def test_before_the_first_step_nothing_is_spent() -> None:
 
 VOID: list[tuple[dict[str, Any], str]] = [
     ({"overrides": ("BatchNorm mixes records",)}, "NOT PRIVATE: BatchNorm mixes records."),
-    ({"debug_seed": 0}, "NOT PRIVATE: whoever knows debug_seed knows"),
+    ({"debug_seed": 0}, "NOT PRIVATE: with debug_seed known, the sampled items"),
     ({"noise_multiplier": 0.0, "history": [(0.0, 0.02, 3)]}, "NOT PRIVATE: steps were taken without noise."),
     ({"overrides": ("one", "two")}, "NOT PRIVATE: one; two."),
 ]
@@ -136,7 +136,7 @@ def test_no_epsilon_is_stated_where_none_holds(given: dict[str, Any], words: str
 def test_a_stack_without_privacy_guarantees_nothing() -> None:
     statement = no_guarantee("sp-amp")
     assert statement.text == (
-        "NOT PRIVATE: backend 'sp-amp' has no privacy layer, so no limit on what the weights reveal is known."
+        "NOT PRIVATE: backend 'sp-amp' has no privacy layer, so no limit of the leakage is known."
     )
     assert (statement.epsilon, statement.steps) == (None, 0)
     assert build_trainer_backend("sp-amp").privacy_statement() == statement

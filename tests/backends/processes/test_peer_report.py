@@ -87,7 +87,7 @@ def test_the_traceback_is_printed_by_the_failed_rank_and_by_rank_0(monkeypatch: 
     error = failed()
     assert ranks[1].resolve_error(error) is error
     main, other = (str(ranks[rank].resolve_error(RuntimeError("/gloo/ closed"))) for rank in (0, 2))
-    assert main.startswith("rank 1 failed, so rank 0 stops as well. There, on ")
+    assert main.startswith("rank 1 failed, so rank 0 stops too. There, on ")
     assert "Traceback (most recent call last)" in main
     assert other.count("\n") == 0
     assert other.endswith(": ZeroDivisionError: divides by zero (its output has the traceback)")
