@@ -209,7 +209,7 @@ class OwnDict(dict[str, int]):
         (np.array([object()]), "dtype object"),
         (np.zeros(1, dtype=[("a", "i4")]), "ndarray"),
         (lambda: 0, "function"),
-        (defaultdict(lambda: 0), "defaultdict with a factory of its own"),
+        (defaultdict(lambda: 0), "defaultdict with a custom factory"),
         (defaultdict(Path), "bool, int, float"),
     ],
     ids=lambda value: type(value).__name__,

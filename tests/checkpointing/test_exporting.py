@@ -126,7 +126,7 @@ def test_an_export_overwrites_an_export_and_nothing_else(tmp_path: Path) -> None
         ts.export_model(nn.Linear(1, 1), checkpoint)
     (tmp_path / "notes").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or give another path"
+        CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or use another path"
     ):
         ts.export_model(nn.Linear(1, 1), tmp_path / "notes")
     with pytest.raises(ts.ConfigurationError, match=r"given a list\. Give it a module or a state dict"):

@@ -292,4 +292,4 @@ def test_a_file_system_without_a_figure_of_free_space_is_logged_once(
     saver = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(tmp_path)))
     for mark in (1, 2):
         saver.save(make_checkpoint(mark, step=mark), mark)
-    assert caplog.text.count("does not say how much space is free") == 1
+    assert caplog.text.count("does not report its free space") == 1

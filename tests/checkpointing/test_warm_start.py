@@ -43,8 +43,8 @@ class TestWarmStart:
             "head.bias": "float32 [3] there, float32 [5] in the model",
         }
         assert str(report) == (
-            "loaded 1 tensor from the given tensors; 1 missing there stay as they were built: body.bias; 1 there have "
-            "no place in the model: extra; 2 do not fit and stay as they were built: head.weight (float32 [3, 4] "
+            "loaded 1 tensor from the given tensors; 1 missing there keep their initial values: body.bias; 1 there are "
+            "not in the model: extra; 2 do not fit and keep their initial values: head.weight (float32 [3, 4] "
             "there, float32 [5, 4] in the model), head.bias (float32 [3] there, float32 [5] in the model)"
         )
 
@@ -141,7 +141,7 @@ class TestWarmStart:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
         with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
             ts.warm_start(Net(), tmp_path / "text.safetensors")
-        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Give a checkpoint, an export, a folder"):
+        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Name a checkpoint, an export, a folder"):
             ts.warm_start(Net(), tmp_path / "nowhere")
         (tmp_path / "text.safetensors").unlink()
         with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
@@ -190,7 +190,7 @@ class TestForeignWeights:
 
     def test_a_whole_pickled_model_is_refused(self, tmp_path: Path) -> None:
         torch.save(Net(), tmp_path / "model.pt")
-        with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*model\.state_dict\(\) alone"):
+        with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*only model\.state_dict\(\)"):
             ts.load_torch_weights(tmp_path / "model.pt")
 
 
@@ -227,6 +227,6 @@ def test_values_that_the_model_does_not_hold_are_not_loaded(given: torch.Tensor,
     model.register_buffer("others", torch.zeros(1))
     report = ts.warm_start(model, {"values": given, "others": torch.tensor([torch.inf], dtype=torch.float64)})
     assert report.loaded == ("others",)  # inf is a value that the source has
-    assert "does not hold" in report.mismatched["values"]
+    assert "cannot hold" in report.mismatched["values"]
     assert (model.get_buffer("values") == 0).all()
     assert ts.warm_start(model, {"values": given[:1].expand(2)}).mismatched == {}

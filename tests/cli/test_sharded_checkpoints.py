@@ -138,7 +138,7 @@ def test_dcp_writes_what_torch_reads_and_what_this_library_refuses(
 
 
 def test_a_file_with_the_rows_of_a_rank_is_no_source_of_weights(sharded: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Give its folder"):
+    with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Name its folder"):
         read_weights(sharded / "model.rank-00001-of-00003.safetensors")
     assert same(read_weights(sharded), dict(make_checkpoint(2).module_interface_state or {}))
 

@@ -180,7 +180,7 @@ class TestWarmStart:
         assert trainer.warm_start_report is not None
         assert trainer.warm_start_report.missing == ("extra.weight", "extra.bias")
         assert torch.equal(module.net[3].weight, earlier.module.net[3].weight)
-        assert f"loaded 4 tensors from {export}; 2 missing there stay as they were built: extra.weight" in caplog.text
+        assert f"loaded 4 tensors from {export}; 2 missing there keep their initial values: extra.weight" in caplog.text
 
     def test_strict(self, tmp_path: Path) -> None:
         path = ts.export_model({"net.0.bias": torch.zeros(8)}, tmp_path / "part")
