@@ -115,7 +115,7 @@ def test_before_the_first_step_nothing_is_spent() -> None:
 
 VOID: list[tuple[dict[str, Any], str]] = [
     ({"overrides": ("BatchNorm mixes records",)}, "NOT PRIVATE: BatchNorm mixes records."),
-    ({"debug_seed": 0}, "NOT PRIVATE: with debug_seed known, the sampled items"),
+    ({"debug_seed": 0}, "NOT PRIVATE: whoever knows debug_seed knows"),
     ({"noise_multiplier": 0.0, "history": [(0.0, 0.02, 3)]}, "NOT PRIVATE: steps were taken without noise."),
     ({"overrides": ("one", "two")}, "NOT PRIVATE: one; two."),
 ]

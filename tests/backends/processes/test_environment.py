@@ -129,7 +129,9 @@ def test_pods_have_no_local_rank() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_of_one_machine_need_a_local_rank(rank: str) -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"LOCAL_RANK is missing, and MASTER_ADDR=127.0.0.1 says.*0 where"):
+    with pytest.raises(
+        ts.ConfigurationError, match=r"LOCAL_RANK is missing, and MASTER_ADDR=127.0.0.1 means.*0 if each"
+    ):
         found(PODS, RANK=rank, MASTER_ADDR="127.0.0.1")
     with pytest.raises(ts.ConfigurationError, match="LOCAL_RANK is missing"):
         found(PODS, RANK=rank, LOCAL_WORLD_SIZE="2")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COVERED = ("the weights after every step, all of them together, and everything that is computed from them",)
 _OF_PLAN = ("expected_batch_size", "dataset_size", "planned_steps", "max_epsilon")
-SEEDED = "with debug_seed known, the sampled items and the noise are known"
+SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
 EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
 NOT_COVERED = (
     "validation and tests on private data",
