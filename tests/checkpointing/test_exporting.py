@@ -92,7 +92,7 @@ def test_an_export_of_another_state_is_kept_with_what_was_added_to_it(tmp_path: 
     for name in ("README.md", "tokenizer.json"):
         (path / name).write_text("mine")
     with pytest.raises(
-        CheckpointError, match=r"an export of another state.*Give another path, or write overwrite=True"
+        CheckpointError, match=r"an export of another state.*Use another path, or write overwrite=True"
     ):
         ts.export_model({"w": torch.tensor(2.0)}, path)
     ts.export_model({"w": torch.tensor(1.0)}, path)
@@ -129,5 +129,5 @@ def test_an_export_overwrites_an_export_and_nothing_else(tmp_path: Path) -> None
         CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or use another path"
     ):
         ts.export_model(nn.Linear(1, 1), tmp_path / "notes")
-    with pytest.raises(ts.ConfigurationError, match=r"given a list\. Give it a module or a state dict"):
+    with pytest.raises(ts.ConfigurationError, match=r"got a list\. Pass a module or a state dict"):
         ts.export_model([1], tmp_path / "list")  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> Non
         ({"weight_map": {"a": "../secret.safetensors"}}, "is not the name of a .safetensors file in its folder"),
         ({"weight_map": {"a": "model.bin"}}, "is not the name of a .safetensors file in its folder"),
         ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not in its folder"),
-        ({"weight_map": {"a": "one.safetensors"}}, "says that one.safetensors has 'a', and it does not"),
+        ({"weight_map": {"a": "one.safetensors"}}, "says that one.safetensors has 'a', which is not so"),
         ([], "is not an index of safetensors files"),
     ],
 )

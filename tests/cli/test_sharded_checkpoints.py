@@ -98,7 +98,7 @@ def test_damage_to_one_file_of_an_export_is_named(sharded: Path, tmp_path: Path,
 @pytest.mark.parametrize("size", ["0B", "many", "5", "-1GB", "GB"])
 def test_what_is_no_size_is_refused(sharded: Path, tmp_path: Path, capsys: Any, size: str) -> None:
     code, _, err = call(capsys, "export", sharded, tmp_path / "export", f"--max-shard-size={size}")
-    assert (code, "it is no size" in err, "'5GB'" in err) == (2, True, True)
+    assert (code, "it is not a size" in err, "'5GB'" in err) == (2, True, True)
     assert not (tmp_path / "export").exists()
 
 
@@ -144,5 +144,5 @@ def test_a_file_with_the_rows_of_a_rank_is_no_source_of_weights(sharded: Path) -
 
 
 def test_export_model_refuses_a_wrong_size(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="max_shard_size=True: it is no size"):
+    with pytest.raises(ConfigurationError, match="max_shard_size=True: it is not a size"):
         ts.export_model(nn.Linear(2, 2), tmp_path / "export", max_shard_size=True)

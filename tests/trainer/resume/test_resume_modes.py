@@ -184,7 +184,7 @@ class TestWarmStart:
 
     def test_strict(self, tmp_path: Path) -> None:
         path = ts.export_model({"net.0.bias": torch.zeros(8)}, tmp_path / "part")
-        with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier in everything.*net\.0\.weight"):
+        with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier completely.*net\.0\.weight"):
             train(Classifier(), tmp_path, init_weights_from=path, init_weights_strict=True)
 
     def test_a_resumed_checkpoint_wins(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
