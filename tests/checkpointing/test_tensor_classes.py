@@ -83,7 +83,7 @@ def test_a_name_in_a_file_is_never_imported() -> None:
     encoder = StateEncoder()
     tree = encoder.encode({"w": halves()})
     tree["w"]["name"] = f"{Way.__module__}.Way"  # registered, and no tensor
-    with pytest.raises(CheckpointDamagedError, match="is no Tensor"):
+    with pytest.raises(CheckpointDamagedError, match="is not a Tensor"):
         StateDecoder(encoder.pop_tensors()).decode(tree)
 
 

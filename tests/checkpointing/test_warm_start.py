@@ -71,12 +71,12 @@ class TestWarmStart:
 
         with pytest.raises(
             CheckpointMismatchError,
-            match=r"it holds body.weight.*has student\.body.*'student', 'teacher' alike.*module\.student, ",
+            match=r"it has body.weight.*has student\.body.*'student', 'teacher' equally.*module\.student, ",
         ):
             ts.warm_start(Pair(), Net().state_dict())
         with pytest.raises(CheckpointMismatchError, match=r"it has a; the model has .*rename"):
             ts.warm_start(Net(), {"a": torch.ones(1)})
-        with pytest.raises(CheckpointMismatchError, match="it holds no tensors"):
+        with pytest.raises(CheckpointMismatchError, match="it has no tensors"):
             ts.warm_start(Net(), {"note": "text"})
 
     def test_another_precision_fits_and_another_kind_of_number_does_not(self) -> None:
@@ -180,7 +180,7 @@ class TestForeignWeights:
     def test_what_holds_no_weights(self, tmp_path: Path) -> None:
         for content, message in (
             ({"epoch": 3}, r"a dict with the keys \['epoch'\], in which there is no state dict"),
-            ([torch.ones(1)], "holds a list, in which there is no state dict"),
+            ([torch.ones(1)], "contains a list, in which there is no state dict"),
         ):
             torch.save(content, tmp_path / "weights.pt")
             with pytest.raises(CheckpointMismatchError, match=message):
