@@ -91,9 +91,7 @@ def test_an_export_of_another_state_is_kept_with_what_was_added_to_it(tmp_path: 
     path = ts.export_model({"w": torch.tensor(1.0)}, tmp_path / "model")
     for name in ("README.md", "tokenizer.json"):
         (path / name).write_text("mine")
-    with pytest.raises(
-        CheckpointError, match=r"an export of another state.*Use another path, or write overwrite=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"an export of another state.*Use another path, or write overwrite=True"):
         ts.export_model({"w": torch.tensor(2.0)}, path)
     ts.export_model({"w": torch.tensor(1.0)}, path)
     assert [(path / name).read_text() for name in ("README.md", "tokenizer.json")] == ["mine", "mine"]
