@@ -1,7 +1,8 @@
 """trainstack trains PyTorch models: write one module, select one backend string, run it anywhere.
 
-The first use of a name imports the packages, and with them torch. `import trainstack` alone costs nothing, so that the
-command line can answer without torch.
+The first use of a name imports the packages, and with them torch. `import trainstack` alone is fast, so that the
+command
+line can answer without torch.
 """
 
 import logging
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         "replay",
         "verify_resume",
     ]
-    __all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
+    __all__ += errors.__all__  # one statement for each package, because pyright evaluates only this form
     __all__ += backends.__all__
     __all__ += checkpointing.__all__
     __all__ += trainer.__all__
@@ -71,7 +72,7 @@ _get_own = lazy_imports(__name__, _PLACES)
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return _get_own(name)
-    if name.startswith("_") and name != "__all__":  # what import and inspection ask each package for
+    if name.startswith("_") and name != "__all__":  # names that import and inspection look up in each package
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():
         packages = [import_module(f"trainstack.{package}") for package in _PACKAGES]

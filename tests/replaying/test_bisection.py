@@ -126,7 +126,7 @@ def test_a_run_that_is_not_deterministic_is_named(runs: dict[str, Path], tmp_pat
     found = compared(runs["plain"], place, plain_module, functools.partial(Changed, "random"))
     assert (found.step, found.quantity) == (STEP, "forward")
     assert found.reason.startswith(
-        f"{place} is not reproducible: its replay differs from its own record in step {STEP}, forward."
+        f"{place} is not reproducible: its replay differs from its record in step {STEP}, forward."
     )
     assert str(runs["plain"]) not in found.reason
     assert f"{place} was replayed from checkpoint-000000008" in found.notes[1]
@@ -173,7 +173,7 @@ def test_a_run_whose_first_checkpoint_is_gone_is_refused(tmp_path: Path) -> None
         places.append(record(tmp_path / maker.__name__, maker(), resume=begin, epochs=2))
         for info in checkpoints_of(places[-1]):
             shutil.rmtree(info.path)
-    with pytest.raises(ts.ConfigurationError, match=r"cannot be replayed from step 5: .* Leave out the target"):
+    with pytest.raises(ts.ConfigurationError, match=r"cannot be replayed from step 5: .* Remove the target"):
         compared(*places, plain_module, bit_module)
 
 

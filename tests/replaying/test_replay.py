@@ -270,7 +270,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
         (("--from", "19"), "--from 19: "),
         (("--to", "0"), "has steps 1 to 18 recorded"),
         (("--from", "9", "--to", "3"), "the first step comes after the last"),
-        (("--nproc", "2"), "in one process. Leave nproc out"),
+        (("--nproc", "2"), "in one process. Remove nproc"),
         (("--nproc", "0"), "nproc=0: write a number above 0"),
         (("--follow", "--to", "3"), "Leave out --from and --to"),
     ],
@@ -297,7 +297,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path: Path
     assert "has no recorded steps" in reason(place)
     place = record(tmp_path / "gone", epochs=1)
     (place / "config.yaml").unlink()
-    assert "Give them: args=..., or --config FILE" in reason(place)
+    assert "Pass them: args=..., or --config FILE" in reason(place)
     shutil.rmtree(place / "checkpoints")
     assert "the same bits" not in reason(place, args=arguments(place), from_step=40)
 

@@ -36,7 +36,7 @@ class TestFromDictAndYaml:
             ("num_train_epochs", "Write epochs."),
             ("lr", "in get_optimizers_schedulers."),
             ("batch_size", "Write train_batch_size"),
-            ("zzz", "There are activation_checkpointing, "),
+            ("zzz", "The arguments are activation_checkpointing, "),
         ],
     )
     def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:

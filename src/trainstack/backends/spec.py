@@ -21,7 +21,7 @@ Layer = TypeVar("Layer", bound=type[TrainerBackend])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """One row of the table."""
+    """One registered layer."""
 
     token: str
     slot: Slot
@@ -36,12 +36,12 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
     """Class decorator that makes a layer available under `token` in backend strings.
 
     Raises:
-        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
-            `ends` or `may_be_skipped` names something that is no verb.
+        ConfigurationError: the token does not consist of lower-case letters, digits and inner hyphens, or is taken; or
+            `ends` or `may_be_skipped` contains a word that is not a verb.
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
-            f"register_layer({token!r}): a token is made of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
+            f"register_layer({token!r}): a token consists of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
         )
     if token in _LAYERS or token in _BACKENDS or token == "auto":
         raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
@@ -51,8 +51,8 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
             unknown = sorted(set(getattr(layer, name)) - set(VERBS))
             if unknown:
                 raise ConfigurationError(
-                    f"register_layer({token!r}): {layer.__name__}.{name} names {', '.join(map(repr, unknown))}, and no "
-                    f"verb is called so. The verbs are {', '.join(VERBS)}."
+                    f"register_layer({token!r}): {layer.__name__}.{name} names {', '.join(map(repr, unknown))}, which "
+                    f"is not a verb. The verbs are {', '.join(VERBS)}."
                 )
         layer.name, layer.slot = token, slot
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
@@ -62,7 +62,7 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
 
 
 def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) -> None:
-    """Make a whole backend of your own available under `name`, outside the grammar of layers.
+    """Make a complete custom backend available under `name`, outside the grammar of layers.
 
     Raises:
         ConfigurationError: the name is taken.
@@ -73,7 +73,7 @@ def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) 
 
 
 def unregister(name: str) -> None:
-    """Take a layer or backend of your own out of the table again; unknown names are ignored."""
+    """Remove a custom layer or backend from the table. Unknown names are ignored."""
     _LAYERS.pop(name, None)
     _BACKENDS.pop(name, None)
 
@@ -92,7 +92,7 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     """The layers that `spec` names, outermost first.
 
     Raises:
-        BackendSpecError: `spec` is no legal stack; the message gives the reason and the string to write instead.
+        BackendSpecError: `spec` is not a legal stack. The message gives the reason and the string to write instead.
     """
     if not isinstance(spec, str) or not spec:
         raise BackendSpecError(
@@ -129,10 +129,9 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
 
 
 def expand_auto(spec: str, *, joins: bool = False) -> str:
-    """`spec`, with `ddp` or `sp` for a first word `auto`.
+    """`spec`, with `ddp` or `sp` in place of a first word `auto`.
 
-    That is `ddp` where a launcher has started this process, a process group exists, or the caller knows that processes
-    are to be joined (`joins`).
+    It is `ddp` if a launcher started this process, if a process group exists, or if the caller says so with `joins`.
 
     Raises:
         ConfigurationError: a launcher's variables are incomplete or contradict each other.
@@ -161,7 +160,7 @@ def legal_specs() -> tuple[str, ...]:
 
 
 def _tokenize(spec: str) -> list[LayerRecord]:
-    """Longest token first, so that `amp-apex` is one layer and not two."""
+    """The layers of `spec`. The longest token comes first, so that `amp-apex` is one layer and not two."""
     table, words, records = known_layers(), spec.split("-"), []
     meant = "-".join(re.split(r"[\s_+,/-]+", spec.strip().lower()))
     if meant != spec and all(word in table for word in meant.split("-")):
@@ -174,7 +173,7 @@ def _tokenize(spec: str) -> list[LayerRecord]:
                 words = words[count:]
                 break
         else:
-            raise BackendSpecError(f"backend {spec!r}: no layer is called {words[0]!r}. {_suggest(words[0])}")
+            raise BackendSpecError(f"backend {spec!r}: no layer has the name {words[0]!r}. {_suggest(words[0])}")
     return records
 
 
@@ -189,7 +188,7 @@ def _suggest(word: str) -> str:
     close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
         token for token in known if word and sorted(token) == sorted(word.lower())
     ]
-    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+    return f"Did you mean {close[0]!r}?" if close else f"The layers are {', '.join(known)}."
 
 
 def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
@@ -198,7 +197,7 @@ def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
             if earlier.token == record.token:
                 once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
                 fixed = _with_process(sorted(once, key=lambda r: r.slot))
-                raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
+                raise BackendSpecError(f"backend {spec!r}: {record.token!r} occurs twice. Write {fixed!r}.")
             if earlier.slot == record.slot and record.slot is not Slot.USER:
                 first, second = (
                     _with_process(sorted((r for r in records if r is not drop), key=lambda r: r.slot))

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest. Decodes no tensors, and needs no torch."""
+"""Comparison of a checkpoint's files with its manifest. It decodes no tensors, and does not need torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from trainstack.errors import CheckpointDamagedError, CheckpointError, Checkpoin
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     """Compare every file of a checkpoint or model export with its manifest.
 
-    Reads all bytes, decodes no tensors and keeps nothing in memory. Of a damaged tensor the message has the name and
+    It reads all bytes, decodes no tensors and keeps nothing in memory. For a damaged tensor the message has the name
+    and
     the range of elements.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
-        CheckpointDamagedError: naming the file and the fault.
+        CheckpointDamagedError: a file is damaged; the message names it and the fault.
         CheckpointMismatchError: `path` is a single file, or was written by a newer trainstack.
     """
     root, content = open_checkpoint(path)
@@ -37,10 +38,11 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
-    """What is wrong with the checkpoint or export at `path`; None if nothing is.
+    """The damage of the checkpoint or export at `path`; None if there is none.
 
-    As `verify_checkpoint`, but of the bytes that are on the disk rather than those that the system still has. Where the
-    system cannot drop its pages, it compares those. `pace` is called before tensors are read.
+    Unlike `verify_checkpoint`, it compares the bytes on the disk, not those in the page cache, if the system can drop
+    its
+    pages. `pace` is called before tensors are read.
     """
     try:
         for file in path.iterdir():
@@ -52,7 +54,7 @@ def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
 
 
 def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> None:
-    """Compare all files in `root` with its manifest `content`; raises as `verify_checkpoint`."""
+    """Compare all files in `root` with its manifest `content`. Raises as `verify_checkpoint` does."""
     if content.kind == "begin":
         return
     hashes = read_index(root, content)
@@ -66,22 +68,22 @@ def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> N
 
 
 TENSORS = ".safetensors"
-"""What the names of tensor files end with."""
+"""The end of the names of tensor files."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    """Return the absolute path and the manifest of a checkpoint or export; raises as `verify_checkpoint`."""
+    """Return the absolute path and the manifest of a checkpoint or export. Raises as `verify_checkpoint` does."""
     root = local_path(path).absolute()
     try:
         status = os.stat(root)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise CheckpointNotFoundError(f"{root} does not exist. Give the directory of a checkpoint.") from error
+        raise CheckpointNotFoundError(f"{root} does not exist. Name the directory of a checkpoint.") from error
     except OSError as error:
         raise CheckpointDamagedError(f"{root} cannot be read: {error}. Load another checkpoint.") from error
     if not stat.S_ISDIR(status.st_mode):
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
-            "(.pt, .pth, .ckpt) are never read unasked: load_torch_weights(path) does, for their weights."
+            "(.pt, .pth, .ckpt) are never read implicitly: load_torch_weights(path) reads their weights."
         )
     if not is_checkpoint_directory(root):
         what = f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack."
@@ -89,7 +91,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         if inside:
             newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
             raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
-        raise CheckpointNotFoundError(f"{what} Give the directory of a checkpoint.{hint_of_pickles(root)}")
+        raise CheckpointNotFoundError(f"{what} Name the directory of a checkpoint.{hint_of_pickles(root)}")
     return root, read_manifest(root)
 
 
@@ -97,49 +99,49 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
 def hint_of_pickles(folder: Path) -> str:
-    """A sentence for a folder without checkpoint that holds files which torch.save may have written; else ""."""
+    """A sentence if a folder without a checkpoint contains files that torch.save may have written; otherwise ""."""
     try:
         entries = sorted(entry.name for entry in os.scandir(folder))
     except OSError:
         return ""
     if ".metadata" in entries and any(name.endswith(".distcp") for name in entries):
         return (
-            " It holds a distributed checkpoint of torch, whose metadata is a pickle, and pickles are never read "
-            f"unasked. Convert it with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
+            " It is a distributed checkpoint of torch, whose metadata is a pickle, and pickles are never read "
+            f"implicitly. Convert it with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
             "weights.pt', and read the result with load_torch_weights('weights.pt')."
         )
     names = [name for name in entries if name.lower().endswith(PICKLE_SUFFIXES)]
     if not names:
         return ""
     return (
-        f" It holds {names[0]!r}, which may be a pickle, and pickles are never read unasked: "
+        f" It contains {names[0]!r}, which may be a pickle, and pickles are never read implicitly: "
         f"load_torch_weights({str(folder / names[0])!r}) reads its weights."
     )
 
 
 def read_json(root: Path, content: Manifest, file: str) -> dict[str, Json]:
-    """The object in a JSON file of the checkpoint, which was compared with its hash."""
+    """The object in a JSON file of the checkpoint, after comparing its hash."""
     path = root / file
     data = read_file(path, content.files[file])
     check_json_memory(path, data)
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointDamagedError(f"{path} is damaged: it is no JSON ({error}).") from error
+        raise CheckpointDamagedError(f"{path} is damaged: it is not JSON ({error}).") from error
     if not isinstance(tree, dict):
-        raise CheckpointDamagedError(f"{path} is damaged: it is no JSON object.")
+        raise CheckpointDamagedError(f"{path} is damaged: it is not a JSON object.")
     return tree
 
 
 def read_index(root: Path, content: Manifest) -> dict[str, FileIndex]:
-    """The hashes of the tensor files; none for format version 1. In version 3 a tensor lies in several files."""
+    """The hashes of the tensor files; none for format version 1. In version 3 a tensor is in several files."""
     if content.format_version == 1:
         return {}
     path, joined = root / manifest.INDEX_FILE, None
     data = read_file(path, content.files[manifest.INDEX_FILE])
     if content.is_sharded:
         found, joined = index.parse_sharded(data, path)
-        names = []  # a tensor lies in several files, which `parse_sharded` has compared
+        names = []  # a tensor is in several files, and `parse_sharded` has checked its rows
     else:
         found = index.parse(data, path)
         names = [name for file in found.values() for name in file.tensors]
@@ -152,7 +154,7 @@ def read_index(root: Path, content: Manifest) -> dict[str, FileIndex]:
 
 
 def rank_count(root: Path, content: Manifest, tree: Mapping[str, Json]) -> int | None:
-    """How many ranks have a state of their own, or None. The manifest has to list their files, and no others."""
+    """The number of ranks with a separate state, or None. The manifest has to list their files, and no others."""
     count = tree.get(RANK_STATES)
     texts = {file for file in content.files if file.startswith("rank-") and file.endswith(".json")}
     tensors = {file for file in content.files if file.startswith("rank-") and file.endswith(TENSORS)}
@@ -163,6 +165,6 @@ def rank_count(root: Path, content: Manifest, tree: Mapping[str, Json]) -> int |
     if (count is None and not texts and not tensors) or (whole and not stray):
         return count
     raise CheckpointDamagedError(
-        f"{root / manifest.TREE_FILE} is damaged: it speaks of {short(count)} ranks, and the manifest lists the states "
+        f"{root / manifest.TREE_FILE} is damaged: it has {short(count)} ranks, but the manifest lists the states "
         f"of {len(texts)}. Load another checkpoint."
     )

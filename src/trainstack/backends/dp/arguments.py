@@ -212,8 +212,8 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
     for norm in norms if several else (norms,):  # type: ignore[union-attr]
         if isinstance(norm, bool) or not isinstance(norm, int | float) or not (norm > 0 and math.isfinite(norm)):
             raise ConfigurationError(
-                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer: what a single "
-                "record may add is what the noise has to hide."
+                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer. It limits "
+                "the part of a single record, which the noise has to hide."
             )
     if several and (args.clipping != "per_layer" or not norms):
         raise ConfigurationError(
