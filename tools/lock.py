@@ -1,7 +1,7 @@
 """Write constraints.txt: the versions that `pip` resolves for all extras together, in a temporary environment.
 
-`make lock` runs this. Python 3.10 has its own file, constraints-3.10.txt, because numpy and others have no new versions for
-it: `make lock PYTHON=python3.10`. The pin of torch does not change; `make lock TORCH=2.14.0` changes it.
+`make lock` runs this. Python 3.10 has a separate file, constraints-3.10.txt, because numpy and others have no new versions
+for it: `make lock PYTHON=python3.10`. The pin of torch does not change; `make lock TORCH=2.14.0` changes it.
 The file has names and versions only, so that it works with any package index: no local version such as
 `+cpu`, no index lines, no hashes, no URLs.
 """
@@ -79,6 +79,8 @@ def resolve(torch: str) -> list[str]:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         # What the environment itself brought is old; what is needed of it comes back in its newest version.
         subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools"], check=True)
+        # pip 23.0 of Python 3.10.13 does not resolve the extras within 7 minutes; pip 26.3 needs two.
+        subprocess.run([*pip, "install", "-qq", "--upgrade", "pip"], check=True)
         print(f"resolving torch=={torch} and .[{extras}]: one to two minutes", flush=True)
         subprocess.run([*pip, "install", "-qq", f"torch=={torch}", f"{ROOT}[{extras}]"], check=True)
         subprocess.run([*pip, "check"], check=True)
@@ -87,7 +89,10 @@ def resolve(torch: str) -> list[str]:
 
 
 def clean(frozen: list[str]) -> list[str]:
-    """Keep `name==version`, normalised and sorted; drop the project, pip, and local version labels."""
+    """Keep `name==version`, normalised and sorted; drop the project, pip, and local version labels.
+
+    Also drop the packages of CUDA. torch requires exact versions of them, and another torch needs other ones.
+    """
     pins = {}
     for line in frozen:
         match = PIN.fullmatch(line.strip())
@@ -96,7 +101,7 @@ def clean(frozen: list[str]) -> list[str]:
                 continue
             sys.exit(f"pip freeze wrote {line!r}, not name==version: every pin has to work on any machine.")
         name = re.sub(r"[-_.]+", "-", match["name"]).lower()
-        if name != "pip":
+        if name not in ("pip", "triton") and not name.startswith(("cuda-", "nvidia-")):
             pins[name] = match["version"]
     return [f"{name}=={pins[name]}" for name in sorted(pins)]
 
