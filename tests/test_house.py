@@ -509,6 +509,17 @@ def test_constraints_are_portable(name: str) -> None:
     assert pins == sorted(pins, key=lambda pin: pin.split("==")[0])
 
 
+def test_no_class_variable_without_a_type() -> None:
+    """`get_type_hints` of Python 3.10, by which arguments are read, refuses a bare ClassVar."""
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in library_files()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).rpartition(".")[2] == "ClassVar"
+    ]
+    assert bare == []
+
+
 # --- every field is read
 
 
