@@ -475,7 +475,10 @@ def tree() -> list[Path]:
     return [
         path
         for path in ROOT.rglob("*")
-        if not any(part in BUILT or part.startswith(".venv-") or part.endswith("_cache") for part in path.relative_to(ROOT).parts)
+        if not any(
+            part in BUILT or part.startswith(".venv-") or part.endswith("_cache")
+            for part in path.relative_to(ROOT).parts
+        )
     ]
 
 
