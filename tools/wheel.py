@@ -2,7 +2,7 @@
 
 `make wheel` runs this. `make release` runs `python -m tools.wheel dist`, which uses the wheel in that folder instead of
 building one, and checks the source distribution. The requirements are linked from this environment, because an
-installation of torch takes long: those that the wheel declares without extras, and theirs. `pip check` finds missing ones.
+installation of torch takes long: those that the wheel declares without extras, and theirs. `pip check` finds gaps.
 """
 
 from __future__ import annotations
