@@ -209,7 +209,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ALIASES: ClassVar = {
+    ALIASES: ClassVar[dict[str, str]] = {
         "accelerator": 'device="cpu" or "cuda"',
         "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
         "accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",

@@ -30,6 +30,7 @@ def test_a_call_that_begins_something_acts_once(place: str, act: str, again: boo
     assert len({tuple(sorted(batch)) for _, batch in unbroken.samples}) == 12
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("place", ["hook", "loader", "epoch_begin"])
 def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None:
     unbroken = run_world(2, workers.begun, directory=str(tmp_path / "unbroken"), place=place, stops=[])

@@ -85,7 +85,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is wrong, or two contradict each other.
     """
 
-    ALIASES: ClassVar = {
+    ALIASES: ClassVar[dict[str, str]] = {
         "epsilon": "target_epsilon",
         "target_delta": "delta",
         "max_grad_norm": "per_sample_max_grad_norm",
