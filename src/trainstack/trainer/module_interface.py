@@ -228,6 +228,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         """Describe the validation data: one loader, a dict of loaders by key, or None for no validation."""
         return None
 
+    def _count_val_samples(self) -> int | None:
+        """The number of validation samples for the printed plan, 0 for no validation; None if it is unknown."""
+        return None
+
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """Describe the test data for `Trainer.test`: one loader, a dict of loaders by key, or None."""
         return None

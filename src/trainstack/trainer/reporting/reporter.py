@@ -24,6 +24,7 @@ from trainstack.trainer.reporting.clipping_check import ClippingCheck
 from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.epoch_lines import EpochLine
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
@@ -92,12 +93,13 @@ class Reporter:
         self._has_ended = False
         self._clipping: ClippingCheck | None = None
 
-    def open(self, data: TrainingData, work: Workload, resume_step: int | None) -> None:
-        """Open the writers, begin the report, and show the plan and the stack.
+    def open(self, data: TrainingData, work: Workload, schedules: Schedules, resume_step: int | None) -> None:
+        """Open the writers, begin the report, and show the plan.
 
         Args:
             data: of the run, with its plan.
-            work: what is trained.
+            work: the model and its optimizers.
+            schedules: of the optimizers.
             resume_step: the global step after which the run is resumed; None for a fresh one.
         """
         context, stack, plan = self._context, self._context.stack, data.plan
@@ -120,12 +122,11 @@ class Reporter:
                 self._recorder = begin_recording(context, plan, work.optimizers, resume_step)
             except Exception as error:  # training is what counts
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
-        layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
-        rows = [("folder", shortest(self._log_dir))] if context.directory.is_claimed else []
-        rows += [] if context.directory.mirror is None else [("uploaded to", context.directory.shown)]
-        rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers)]
-        rows += plan.rows()
-        rows += setup_rows(context, data, work)
+        rows = setup_rows(context, data, work, schedules)
+        directory = context.directory
+        if directory.is_claimed:
+            uploaded = "" if directory.mirror is None else f", uploaded to {directory.shown}"
+            rows.append(("output", shortest(self._log_dir) + uploaded))
         if plan.global_batch == 1 and (plan.steps_per_epoch or 0) > _MANY_STEPS:
             self._log.warning(
                 f"train_batch_size=1: each update uses one sample, which makes {plan.steps_per_epoch} global steps an "
