@@ -11,6 +11,7 @@ import argparse
 import copy
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,6 +33,7 @@ COMMANDS = {
     "replay": "make recorded steps of a run again in new processes, and compare every recorded bit",
     "checkpoints": "list, verify, show, compare, export and sign checkpoints and model exports",
     "privacy": "epsilon, noise or steps of private training; an audit of it",
+    "completion": "print the script that lets bash, zsh or fish complete commands and options",
 }
 """The commands with their help. A module of this package has the name of each, and is imported when it is chosen.
 
@@ -90,11 +92,16 @@ def _run(words: list[str]) -> int:
     if command in _READ_WORDS:
         code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
         return code
+    if command == "help":  # as git and uv have it; an option stays as it is, such as `help --version`
+        return _run([*words[1:], *([] if words[1:2] and words[1].startswith("-") else ["--help"])])
     if command is not None and not command.startswith("-") and command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
         raise UsageError(f"there is no command {command!r}. {hint} (see trainstack --help)")
-    args = _parser(command).parse_args(words)
+    parser = _parser(command)
+    if command is not None and command.startswith("-") and command not in parser._option_string_actions:
+        parser._refuse([command])
+    args = parser.parse_args(words)
     found: int = args.run(args)
     return found
 
@@ -172,7 +179,9 @@ class Parser(argparse.ArgumentParser):
             for item in required:
                 item.required = False
             try:
-                self._refuse(super().parse_known_args(words, copy.copy(namespace))[1])
+                others = super().parse_known_args(words, copy.copy(namespace))[1]
+                if any(word.startswith("-") for word in others):
+                    self._refuse(others)
             finally:
                 for item in required:
                     item.required = True
@@ -193,12 +202,33 @@ class Parser(argparse.ArgumentParser):
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the nearest name; a private method of argparse in Python 3.10 to 3.13."""
+        if action.choices is not None and value not in action.choices:
+            names = [str(one) for one in action.choices]
+            close = difflib.get_close_matches(str(value), names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}."
+            option = action.option_strings[-1] if action.option_strings else None
+            self.error(f"{option} {value}: {hint}" if option else f"there is no {_noun(action)} {value!r}. {hint}")
+
     def _print_message(self, message: str, file: Any = None) -> None:
         """Let an error of the output be seen, which argparse hides."""
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
+        found = _INVALID.fullmatch(message)
+        if found is not None:
+            message = f"{found['name'].split('/')[-1]} {found['value']}: write {_NUMBERS[found['type']]}."
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+_INVALID = re.compile(r"argument (?P<name>\S+): invalid (?P<type>int|float) value: '(?P<value>.*)'")
+"""The message of argparse; a translated one is printed as it is."""
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+
+
+def _noun(action: argparse.Action) -> str:
+    return str(action.metavar or action.dest).lower()
 
 
 class UsageError(TrainstackError):

@@ -67,7 +67,16 @@ class Inputs:
             if len(path) == 1 and kind.fields is None and default not in (None, "", {}):
                 text += f" (default: {_as_option(default)})"
             shown = argparse.SUPPRESS if kind.takes_nothing else text.strip().replace("%", "%%")
-            group.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
+            options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": shown}
+            if bool not in kind.types:
+                group.add_argument(f"--{name}", metavar=_metavar(kind), **options)
+                continue
+            group.add_argument(f"--{name}", metavar=_metavar(kind), nargs="?", const="true", **options)
+            *parents, last = name.split(".")
+            negative = ".".join([*parents, f"no_{last}"])
+            group.add_argument(
+                f"--{negative}", action="store_const", const="false", **{**options, "help": argparse.SUPPRESS}
+            )
 
     def _explained_parameter(self, name: str) -> str:
         assert self._makes_module is not None

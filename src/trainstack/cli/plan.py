@@ -44,7 +44,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence[str]) -> int:
-    inputs = _make_inputs(made_by)
+    inputs = Inputs(_make_parser(made_by), made_by)
     given = inputs.read(words)
     for name in ("samples", "processes", "parameters", "shards"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
@@ -73,7 +73,14 @@ def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence
     return 0
 
 
-def _make_inputs(made_by: Callable[..., Any] | None) -> Inputs:
+def make_parser() -> Parser:
+    """The parser of the command without a target."""
+    parser = _make_parser(None)
+    Inputs(parser)
+    return parser
+
+
+def _make_parser(made_by: Callable[..., Any] | None) -> Parser:
     usage = "%(prog)s [FILE.py:MODULE] [--OPTION VALUE ...]"
     parser = Parser(prog="trainstack plan", description=_ABOUT, usage=usage)
     parser.add_argument("--samples", type=int, required=made_by is None, metavar="N", help="in the training data set")
@@ -99,7 +106,7 @@ def _make_inputs(made_by: Callable[..., Any] | None) -> Inputs:
     )
     parser.add_argument("--drop_last", action="store_true", help="leave out a last batch that is not full")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return Inputs(parser, made_by)
+    return parser
 
 
 def _is_private(arguments: TrainerArguments) -> bool:

@@ -58,14 +58,21 @@ def _target_of(words: Sequence[str]) -> str:
     return str(found)
 
 
-def _train(target: str | None, options: list[str]) -> None:
-    with report_user_errors():
-        makes_module = None if target is None else load_target(target)
+def make_parser(target: str | None = None, *, with_fields: bool = True) -> Parser:
+    """The parser of the command; without the fields of `TrainerArguments` for `Inputs`, which adds them."""
     parser = Parser(
         prog=f"trainstack train {target or 'FILE.py:MODULE'}", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]"
     )
-    parser.add_argument("--print_config", action="store_true", help="print what would be used, as a file for --config")
-    inputs = Inputs(parser, makes_module)
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as a file for --config")
+    if with_fields:
+        Inputs(parser)
+    return parser
+
+
+def _train(target: str | None, options: list[str]) -> None:
+    with report_user_errors():
+        makes_module = None if target is None else load_target(target)
+    inputs = Inputs(make_parser(target, with_fields=False), makes_module)
     given = inputs.read(options)
     assert target is not None  # --help, the one option without a target, has ended the process
     assert makes_module is not None
