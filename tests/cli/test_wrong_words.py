@@ -166,7 +166,7 @@ class TestPlan:
         more = ["--validate-every", "3", "--gpu_batch_size_limit", "2", "--checkpointer_args.every_n_steps", "0.5"]
         assert main(["plan", *words, *more]) == 0
         lines = capsys.readouterr().out
-        assert "8 = 2 processes x 2 micro-batches x 2" in lines
+        assert "8 samples = 2 processes x 2 micro-batches x 2" in lines
         assert "7 in 1 epoch" in lines
         assert "after each 3 steps" in lines
         assert "and after each 4 steps; the last after step 7" in lines

@@ -29,8 +29,8 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "completion",
         help=_ABOUT,
-        description=f"{_ABOUT}: `source <(trainstack completion bash)`, `source <(trainstack completion zsh)`, "
-        "`trainstack completion fish | source`",
+        description=_ABOUT,
+        epilog="bash and zsh: source <(trainstack completion bash); fish: trainstack completion fish | source",
     )
     parser.add_argument("shell", metavar="SHELL", choices=tuple(_SCRIPTS), help=", ".join(_SCRIPTS))
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -38,7 +38,9 @@ def add_audit(questions: Any) -> None:
     parser.add_argument("--grad-mode", default="auto", help="how gradients of single records are computed")
     parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv")
     parser.add_argument("--secure", action="store_true", help="randomness from the operating system, number by number")
-    parser.add_argument("--batch-size", type=int, default=500, dest="train_batch_size", metavar="B")
+    parser.add_argument(
+        "--batch-size", "--train-batch-size", type=int, default=500, dest="train_batch_size", metavar="B"
+    )
     parser.add_argument("--dataset-size", type=int, default=2000, metavar="N", help="canaries in each run")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="full takes three times as long")
@@ -99,7 +101,9 @@ def add(subparsers: Any) -> None:
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample-rate", type=float, metavar="Q", help="batch size / N; give this, or both of those")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="expected size of a step's sample")
+    parser.add_argument(
+        "--batch-size", "--train-batch-size", type=int, metavar="B", help="expected size of a step's sample"
+    )
     parser.add_argument("--dataset-size", type=int, metavar="N", help="number of items")
     parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
     parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="prv is tight, rdp quick, pld slow")
