@@ -89,7 +89,10 @@ def test_a_flag_needs_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str
     [
         (["--verison"], "unrecognized arguments: --verison. Did you mean --version? (see trainstack --help)"),
         (["checkpoints", "lst"], "there is no action 'lst'. Did you mean 'ls'? (see trainstack checkpoints --help)"),
-        (["completion", "tcsh"], "there is no shell 'tcsh'. There are bash, zsh, fish. (see trainstack completion --help)"),
+        (
+            ["completion", "tcsh"],
+            "there is no shell 'tcsh'. There are bash, zsh, fish. (see trainstack completion --help)",
+        ),
         (["privacy", "cost"], "there is no question 'cost'. There are "),
         (["compare", "a"], "the following arguments are required: RUN (see trainstack compare --help)"),
         (["plan", "--samples", "many"], "--samples many: write a whole number. (see trainstack plan --help)"),

@@ -1,6 +1,6 @@
 """`trainstack COMMAND ...` selects a command.
 
-Exit codes: 0, the command did what it was asked for; 1, it found damage or a difference, or a training failed; 2, it
+Exit codes: 0, success; 1, the command found damage or a difference, or a training failed; 2, it
 could not do it, and one line on standard error says why; 75 and 130, a signal ended a training; 141, the reader of the
 output went away.
 """
@@ -22,10 +22,10 @@ from trainstack.errors import TrainstackError
 
 COMMANDS = {
     "train": "train a module that a file defines",
-    "explain": "say what a backend string does, layer by layer and verb by verb",
+    "explain": "print the layers of a backend string and the way of each verb through them",
     "schema": "print the JSON schema of files for --config, for editors",
     "plan": "print how a global batch is split and how many steps a run has",
-    "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
+    "doctor": "print versions, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
     "compare": "find the first global step at which two runs part, and why, from their step logs",
     "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
@@ -110,9 +110,7 @@ def _parser(command: str | None) -> Parser:
     """The parser of `trainstack`, with the options of `command` alone."""
     from trainstack import __version__
 
-    parser = Parser(
-        prog="trainstack", description="Trains PyTorch models, and looks after what trainings leave behind."
-    )
+    parser = Parser(prog="trainstack", description="Train PyTorch models, and inspect the files of trainings.")
     parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():
@@ -140,7 +138,7 @@ def _prepare_output(trains: bool) -> None:
 
 
 def _flush(trains: bool) -> None:
-    """Write what is buffered, so that an error of it is found here; a training does not end by one."""
+    """Flush the output, so that an error of it is found here; it does not end a training."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -150,7 +148,7 @@ def _flush(trains: bool) -> None:
 
 
 def _discard_output() -> None:
-    """Let what is still buffered go to nowhere: at its end Python would complain of it, with exit code 120."""
+    """Discard the buffered output: otherwise Python reports it at its end, with exit code 120."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
@@ -167,7 +165,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here, where its own options are known, what the parser of `trainstack` would refuse.
+        """Refuse unknown options here, where the options of the command are known, not in the parser of `trainstack`.
 
         An unknown option comes before a missing one: it may be that one, misspelt.
         """

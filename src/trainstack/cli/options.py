@@ -31,11 +31,11 @@ PREFIX = "TRAINSTACK_"
 """Of the environment variables: TRAINSTACK_EPOCHS, TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST."""
 
 OTHER_VARIABLES = ("TRAINSTACK_CONFIG", "TRAINSTACK_FAST_PATHS", "TRAINSTACK_TOKEN", "TRAINSTACK_TRACEBACK")
-"""Variables that are no options. `TRAINSTACK_FAST_PATHS` is a switch of the library and wins over the option."""
+"""Variables that are not options. `TRAINSTACK_FAST_PATHS`, a switch of the library, wins over the option."""
 
 
 class Inputs:
-    """What a command line, its environment and its files say.
+    """The values of a command line, its environment and its files.
 
     Args:
         parser: to which an option is added for each field and parameter.
@@ -88,7 +88,7 @@ class Inputs:
         return f"{texts.get(name, '')} ({suffix})"
 
     def read(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
-        """Take the words, the variables and the files that they name; returns the words that are no fields.
+        """Take the words, the variables and the files that they name; returns the words that are not fields.
 
         Raises:
             ConfigurationError: a name is unknown, or a value is of another kind.
@@ -134,7 +134,7 @@ class Inputs:
         return made
 
     def parameters(self, target: str) -> dict[str, Any]:
-        """What was said about the parameters of the module.
+        """The given parameters of the module.
 
         Raises:
             ConfigurationError: one is missing; `target` is named.
@@ -182,7 +182,7 @@ def _attach_numbers(words: Sequence[str], options: Iterable[str]) -> list[str]:
 
 
 def _metavar(kind: Kind) -> str:
-    """What stands for the value in the help: `WHOLE_NUMBER|NULL`."""
+    """The placeholder of the value in the help: `WHOLE_NUMBER|NULL`."""
     words = kind.words.upper().replace(" OR ", "|").replace(", ", "|").split("|")
     return "|".join(word.removeprefix("A ").replace(" ", "_") for word in words) or "VALUE"
 

@@ -21,7 +21,7 @@ from trainstack.trainer.tracking.progress import format_plan_table
 _ABOUT = (
     "Print how a global batch is split, how many steps a run has, and when it validates and saves. The options are "
     "those of `trainstack train`, the file given by --config and the environment variables included. With a target, "
-    "FILE.py:MODULE, it prints as well what one process needs in memory. The module is built on the meta device, so "
+    "FILE.py:MODULE, it also prints the memory that one process needs. The module is built on the meta device, so "
     "nothing is allocated and no process has to be started."
 )
 

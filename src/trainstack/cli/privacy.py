@@ -26,7 +26,7 @@ from trainstack.ranks import global_rank
 
 def add_audit(questions: Any) -> None:
     """Add the question to those of `trainstack privacy`."""
-    parser = questions.add_parser("audit", help="train on canaries, and look for what the privacy layer lets through")
+    parser = questions.add_parser("audit", help="train on canaries, and measure the leakage through the privacy layer")
     parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
     noise = parser.add_mutually_exclusive_group(required=True)
     noise.add_argument("--noise-multiplier", type=float, metavar="SIGMA", help="standard deviation / clipping norm")
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 ASSUMES = (
-    "each step a Poisson sample; what is protected is one item of the data set, added or removed (not "
+    "each step a Poisson sample; the protected unit is one item of the data set, added or removed (not "
     "replaced); its size N and the batch size are public"
 )
 _MOST_STEPS = 2**30
@@ -77,7 +77,7 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("privacy", help=about, description=about)
     questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
 
-    epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
+    epsilon = questions.add_parser("epsilon", help="the epsilon that a number of steps with this noise spends")
     epsilon.set_defaults(run=_run_epsilon)
     noise = questions.add_parser("noise", help="the noise with which so many steps stay within a budget")
     noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON")
@@ -165,7 +165,7 @@ def _rate(args: argparse.Namespace) -> float:
         return float(args.sample_rate)
     if args.sample_rate is not None:
         raise ConfigurationError(
-            f"--sample-rate {args.sample_rate:g} beside --batch-size or --dataset-size: both say how many items are in "
+            f"--sample-rate {args.sample_rate:g} with --batch-size or --dataset-size: both say how many items are in "
             "a step. Remove one."
         )
     if None in sizes:

@@ -18,8 +18,7 @@ from trainstack.trainer.plain_arguments import read_config
 _ABOUT = (
     "Train a module. Options win over environment variables (TRAINSTACK_EPOCHS, "
     "TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST), and those over the file given by --config. Values are data: lists and "
-    "mappings are written as YAML, and objects are made in code alone. A bool without a value is true, and --no-NAME is "
-    "false."
+    "mappings are written as YAML, and objects are made in code alone. A bool without a value is true; --no-NAME is false."
 )
 
 
@@ -53,7 +52,7 @@ def _target_of(words: Sequence[str]) -> str:
     found = next((target for target in reversed(targets) if target is not None), None)
     if found is None:
         raise ConfigurationError(
-            f"trainstack train needs to be told what to train, before any option. {FORM} A file given by --config may "
+            f"trainstack train needs the module before any option. {FORM} A file given by --config may "
             "name it as well, as its key target."
         )
     return str(found)

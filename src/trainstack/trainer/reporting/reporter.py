@@ -120,7 +120,7 @@ class Reporter:
 
             try:
                 self._recorder = begin_recording(context, plan, work.optimizers, resume_step)
-            except Exception as error:  # training is what counts
+            except Exception as error:  # the training is more important than its report
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
         rows = setup_rows(context, data, work, schedules)
         directory = context.directory
@@ -140,7 +140,7 @@ class Reporter:
             stack.announce_steps(left, self._write_statement if self._is_main else None)
 
     def _config(self, plan: TrainingPlan) -> dict[str, Any]:
-        """What trackers show beside the metrics."""
+        """The configuration that trackers show next to the metrics."""
         context = self._context
         config = {"backend": context.stack.spec, "arguments": context.args.to_dict(), "plan": plan.to_dict()}
         own = getattr(context.module, "hyperparameters", None)
@@ -158,7 +158,7 @@ class Reporter:
         self._writers.log_media("log_artifact", name, path, "file")
 
     def _recorded(self) -> Iterable[Record]:
-        """What the writers of this run were given before."""
+        """The records that the writers of this run have received before."""
         history = self.history
         return islice(history.all_records(), self._context.directory.earlier_records, history.flushed_count)
 
@@ -178,7 +178,7 @@ class Reporter:
         self.progress.poll(state.steps_in_epoch, lambda: self._last_loss)
 
     def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
-        """Read what has been measured since the last log point, and record it."""
+        """Read the values measured since the last log point, and record them."""
         self._flush(meter)
         self.history.current_step = state.global_step
         loss = meter.interval.pop()
@@ -230,7 +230,7 @@ class Reporter:
             self.history.update_metric("train/skipped_steps", state.skipped_steps, provenance=Provenance.PUBLIC)
 
     def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
-        """Write what is new, and one line about the epoch that `state` has just finished."""
+        """Write new records, and one line about the epoch that `state` has just finished."""
         epoch = state.last_epoch
         self.write()
         names = self.history.get_metric_names()
@@ -252,7 +252,7 @@ class Reporter:
         self._writers.text(line)
 
     def end_validation(self, state: RunState) -> None:
-        """A validation within an epoch is over: write what is new, and one line about it."""
+        """A validation within an epoch is over: write new records, and one line about it."""
         self.write()
         measured = self.history.values_at(state.global_step).items()
         shown = [f"{name}={value:.4g}" for name, value in measured if name.startswith("val/")]
@@ -260,7 +260,7 @@ class Reporter:
             self._writers.text(" ".join([f"step={state.global_step}", *shown]))
 
     def write(self) -> None:
-        """Hand the writers what is new in the history."""
+        """Pass the new records of the history to the writers."""
         self._writers.write(self.history.flush())
 
     def text(self, line: str | None) -> None:
@@ -269,7 +269,7 @@ class Reporter:
             self._writers.text(line)
 
     def end_private_run(self, exhausted_reason: str | None) -> None:
-        """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
+        """Print the guarantee of a private run, and save it next to the logs; nothing for other runs."""
         stack = self._context.stack
         if not stack.is_private:
             return
@@ -299,8 +299,8 @@ class Reporter:
         trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
         if compiled is not None and compiled.is_in_vain and trained:
             self._log.warning(
-                "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
-                "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
+                "compile: no graph was compiled. Only calls of the module's parts are compiled, such as "
+                "self.model(inputs); other methods of a part, and calls of its submodules, run as they are."
             )
         report = self._write_report(status, reason)
         self.text(format_plan_table(self._last_rows(status, export, report)) or None)
@@ -316,7 +316,7 @@ class Reporter:
         return None if info is None else _local(info.path)
 
     def _last_rows(self, status: str, export: str | None, report: Path | None) -> list[tuple[str, str]]:
-        """What there is now, where it is, and how to use it; of a run that is to be resumed, only the report."""
+        """The results of the run, their places, and how to use them; of an interrupted run only the report."""
         context, steps = self._context, self._context.state.global_step
         rows: list[tuple[str, str]] = []
         if status in ("finished", "stopped"):
@@ -337,7 +337,7 @@ class Reporter:
             self._check_lease()
             privacy = self._context.stack.privacy_statement().text
             return Path(recorder.end(self.history, self._context.state.global_step, status, reason, privacy))
-        except Exception as error:  # training is what counts
+        except Exception as error:  # the training is more important than its report
             self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
             return None
 

@@ -18,7 +18,7 @@ class EpochLine(str):
     Args:
         epoch: such as "3/8".
         step: global steps trained.
-        values: what was measured, by the name of the metric, in the order of the columns.
+        values: measured values by the name of the metric, in the order of the columns.
         seconds: of wall-clock time that the epoch took.
         best: the name whose value is the best so far; None for none.
         elsewhere: where values are that a table has no room for.

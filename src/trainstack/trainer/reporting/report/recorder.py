@@ -37,7 +37,7 @@ class RunRecorder:
         facts: of the run; its sessions are added here.
         device: whose memory is looked at.
         resume_step: as for `RunInfo`.
-        compiled: what `compile` has compiled, asked at the end.
+        compiled: the graphs of `compile`, read at the end.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunRecorder:
             status, reason: as for `Session`.
             privacy: the privacy statement in words.
         """
-        # The page is drawn once a run; what draws it would delay the first step of every run.
+        # The page is drawn once a run; importing its modules here would delay the first step of every run.
         from trainstack.trainer.reporting.report.page import page_of
         from trainstack.trainer.reporting.report.runs import ReportedRun, checkpoints_of
 
