@@ -18,7 +18,8 @@ from trainstack.trainer.plain_arguments import read_config
 _ABOUT = (
     "Train a module. Options win over environment variables (TRAINSTACK_EPOCHS, "
     "TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST), and those over the file given by --config. Values are data: lists and "
-    "mappings are written as YAML, and objects are made in code alone. A bool without a value is true; --no-NAME is false."
+    "mappings are written as YAML, and objects are made in code alone. A bool without a value is true, and "
+    "--no-NAME is false."
 )
 
 

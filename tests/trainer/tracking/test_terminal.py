@@ -24,8 +24,8 @@ class Slow(Classifier):
             time.sleep(0.15)
         return super().train_step(global_step, batch, device)
 
-arguments = ts.TrainerArguments(epochs=3, train_batch_size=8, output_dir="run", backend="sp", device="cpu", report=False)
-ts.Trainer(Slow(numbers(24), validate=True), arguments).train()
+args = ts.TrainerArguments(epochs=3, train_batch_size=8, output_dir="run", backend="sp", device="cpu", report=False)
+ts.Trainer(Slow(numbers(24), validate=True), args).train()
 """
 
 

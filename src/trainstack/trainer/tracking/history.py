@@ -126,8 +126,8 @@ class RunHistory:
         here; it must not be changed in place before it is read, which is noticed then.
 
         `provenance` matters in private runs. They do not record a value that is `PRIVATE`, unless
-        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. A user who declares another provenance ensures
-        it.
+        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Declare another
+        provenance only if it is true.
 
         Raises:
             ConfigurationError: the name, the value, the step or the epoch cannot be recorded.

@@ -29,7 +29,7 @@ class Tracker(Writer):
 
     Args:
         own_run: make a run even if one is open already.
-        artifacts: the checkpoint that is uploaded at the end, except for the model: "last", "best" or "none". A
+        artifacts: the checkpoint that is uploaded at the end with the exported model: "last", "best" or "none". A
             run that is interrupted by a signal uploads nothing.
     """
 
