@@ -1,15 +1,25 @@
-"""Completion in shells, `help`, and flags without a value."""
+"""Completion in shells, the texts of the help, and flags without a value."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from trainstack.cli.main import COMMANDS, main
+from trainstack import TrainerArguments
+from trainstack.cli.main import COMMANDS, _parser, main
+
+NESTED = {f"--{name}" for name in ("checkpointer_args", "stats_args", "writer_args", "default_callbacks")} | {
+    "--distributed_training_args",
+    "--differential_privacy_args",
+}
+"""Fields with fields, and one that takes objects only."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +81,42 @@ def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert end.value.code == 0
             shown.append(capsys.readouterr().out)
         assert shown[0] == shown[1] != ""
+
+
+def options_without_text(parser: argparse.ArgumentParser, name: str) -> list[str]:
+    found = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            own = {one: each for one, each in action.choices.items() if each.add_help}
+            found += [text for one, each in own.items() for text in options_without_text(each, f"{name} {one}")]
+        elif not (action.help or "").strip():
+            found.append(f"{name} {action.dest}")
+    return found
+
+
+def test_every_option_has_a_text() -> None:
+    for command in COMMANDS:
+        module = import_module(f"trainstack.cli.{command}")
+        parser = module.make_parser() if hasattr(module, "make_parser") else _parser(command)
+        assert options_without_text(parser, "trainstack") == []
+
+
+def test_the_help_of_train_shows_the_most_used_options(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for word in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            main(["train", word])
+        assert end.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, whole = texts
+    assert short.count("\n") < 80
+    assert "--checkpointer_args.keep_last" in short
+    assert "--lease_timeout_s" not in short
+    assert {f"--{field.name}" for field in dataclasses.fields(TrainerArguments)} <= {
+        word.rstrip(",") for line in whole.splitlines() for word in line.split()[:1]
+    } | NESTED
+    for text in texts:
+        assert "seed_everything(seed)` before" not in text
 
 
 def test_a_flag_needs_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence
 def make_parser() -> Parser:
     """The parser of the command without a target."""
     parser = _make_parser(None)
-    Inputs(parser)
+    Inputs(parser).show_all()
     return parser
 
 

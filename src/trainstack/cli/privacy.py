@@ -33,16 +33,16 @@ def add_audit(questions: Any) -> None:
     noise.add_argument("--target-epsilon", type=float, metavar="EPSILON", help="have the noise calibrated")
     parser.add_argument("--backend", default="sp-dp", help="with dp in it; ddp-dp under torchrun (default: sp-dp)")
     parser.add_argument(
-        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="see docs/privacy.md"
+        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="of gradients (default: flat)"
     )
     parser.add_argument("--grad-mode", default="auto", help="how gradients of single records are computed")
-    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv")
+    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="of epsilon (default: prv)")
     parser.add_argument("--secure", action="store_true", help="randomness from the operating system, number by number")
-    parser.add_argument(
-        "--batch-size", "--train-batch-size", type=int, default=500, dest="train_batch_size", metavar="B"
-    )
+    about = "expected size of a step's sample (default: 500)"
+    sizes = ("--batch-size", "--train-batch-size")
+    parser.add_argument(*sizes, type=int, default=500, dest="train_batch_size", metavar="B", help=about)
     parser.add_argument("--dataset-size", type=int, default=2000, metavar="N", help="canaries in each run")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2, help="of each run (default: 2)")
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="full takes three times as long")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
@@ -80,10 +80,10 @@ def add(subparsers: Any) -> None:
     epsilon = questions.add_parser("epsilon", help="the epsilon that a number of steps with this noise spends")
     epsilon.set_defaults(run=_run_epsilon)
     noise = questions.add_parser("noise", help="the noise with which so many steps stay within a budget")
-    noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON")
+    noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON", help="the budget")
     noise.set_defaults(run=_run_noise)
     steps = questions.add_parser("steps", help="how many steps with this noise stay within a budget")
-    steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON")
+    steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON", help="the budget")
     steps.set_defaults(run=_run_steps)
     for question in (epsilon, steps):
         about = "standard deviation / clipping norm"

@@ -32,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     """Train; the random numbers of the process are seeded before the module is made. Returns the exit code."""
     if words and not words[0].startswith("-"):
         target, options = words[0], list(words[1:])
-    elif "--help" in words or "-h" in words:
+    elif {"--help", "-h", "--help-all", "--help_all"} & set(words):
         target, options = None, list(words)
     else:
         target, options = _target_of(words), list(words)
@@ -66,7 +66,7 @@ def make_parser(target: str | None = None, *, with_fields: bool = True) -> Parse
     )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as a file for --config")
     if with_fields:
-        Inputs(parser)
+        Inputs(parser).show_all()
     return parser
 
 
