@@ -184,7 +184,7 @@ def test_the_trainer_logs_within_training_only(tmp_path: Path, caplog: pytest.Lo
     assert ("text", "end", "all", 6) in keeps.calls
     assert ("artifact", "notes.txt", "notes.txt", "file") in keeps.calls
     for call in (lambda: trainer.log_text("late", "x"), lambda: trainer.log_artifact(tmp_path / "notes.txt")):
-        with pytest.raises(ts.ConfigurationError, match="no training is running"):
+        with pytest.raises(ts.ConfigurationError, match="no training is under way"):
             call()
 
 

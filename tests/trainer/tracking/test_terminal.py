@@ -12,11 +12,10 @@ from tests.helpers.patience import patience
 from tools.terminal import Screen, run_in_terminal
 
 SCRIPT = """
-import os, signal, sys, time
-import trainstack as ts
-from tests.helpers.modules import Classifier, numbers
+import os, signal, time
+import torch, trainstack as ts
 
-class Slow(Classifier):
+class Slow(ts.SupervisedModule):
     def train_step(self, global_step, batch, device):
         time.sleep(0.15)  # so that each step is painted: a bar is painted at most ten times a second
         if global_step == 5:
@@ -25,7 +24,8 @@ class Slow(Classifier):
         return super().train_step(global_step, batch, device)
 
 args = ts.TrainerArguments(epochs=3, train_batch_size=8, output_dir="run", backend="sp", device="cpu", report=False)
-ts.Trainer(Slow(numbers(24), validate=True), args).train()
+data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+ts.Trainer(Slow(torch.nn.Linear(4, 1), torch.nn.MSELoss(), "sgd", data, data), args).train()
 """
 
 
@@ -41,5 +41,6 @@ def test_no_bar_is_left_after_an_interrupt(tmp_path: Path) -> None:
     assert row.startswith("  1/3")
     assert " ".join("".join(f"{one:<40}" for one in after).split()) == (
         "Ctrl-C: the run stops at the end of this step. Ctrl-C again stops it at once. stopped by Ctrl-C after global "
-        "step 5. Saved run/checkpoints/checkpoint-000000005; to go on, run it again with resume='auto', or --resume auto."
+        "step 5. Saved run/checkpoints/checkpoint-000000005; to go on, run it again with resume='auto', or "
+        "--resume auto."
     )

@@ -149,6 +149,12 @@ def optimizer_rows(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     return rows
 
 
+def _sample_rows(plan: TrainingPlan) -> list[tuple[str, str]]:
+    if plan.is_sampled or plan.samples_per_epoch is None:  # the length of a private data set is not public
+        return []
+    return [("samples", f"{plan.samples_per_epoch:,} per epoch")]
+
+
 def begin_recording(
     context: RunContext, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
 ) -> RunRecorder:
@@ -163,7 +169,7 @@ def begin_recording(
         private=stack.is_private and not any("loss" in layer.released_metrics for layer in stack.layers()),
         monitor=args.placed_checkpointer_args.monitor,
         arguments=to_jsonable(args.to_dict()),
-        plan=(*plan.rows(), *optimizer_rows(optimizers)),
+        plan=(*_sample_rows(plan), *plan.rows(), *optimizer_rows(optimizers)),
         stack=stack.explain(),
         model=model_rows(context.module),
         environment=environment_rows(device, context.world.size),
