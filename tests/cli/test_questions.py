@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import torch
 
 import trainstack as ts
+from tools.pages import ROOT
 from trainstack.cli.main import main
 
 
@@ -61,6 +64,10 @@ def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["backends"] == {"sp": None, "ddp-bf16": None}
     assert found["extras"]["tensorboard"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert set(found["extras"]) == set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) - {"docs", "dev"}
+    assert found["threads"] == torch.get_num_threads()
     assert found["devices"][0] == "cpu"
 
 

@@ -29,9 +29,22 @@ _EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",
     "trackio": "trackio",
+    "comet": "comet_ml",
+    "clearml": "clearml",
+    "aim": "aim",
+    "dvclive": "dvclive",
+    "prometheus": "prometheus_client",
+    "plot": "matplotlib",
+    "notebook": "ipython",
     "remote": "s3fs",
     "gcs": "gcsfs",
+    "optuna": "optuna",
+    "ray": "ray",
+    "sign": "cryptography",
+    "sklearn": "scikit-learn",
+    "demo": "statsmodels",
 }
+"""One package of each extra."""
 
 
 def add(subparsers: Any) -> None:
@@ -55,12 +68,15 @@ def _doctor(args: argparse.Namespace) -> int:
     problems = try_all(args.backends or legal_specs())
     installed = {"trainstack": __version__, "python": platform.python_version(), "torch": torch.__version__}
     extras = {extra: _version_of(package) for extra, package in _EXTRAS.items()}
+    threads = torch.get_num_threads()
     if args.json:
-        print_json({**installed, "devices": _devices(), "extras": extras, "backends": problems})
+        found = {**installed, "devices": _devices(), "threads": threads}
+        print_json({**found, "extras": extras, "backends": problems})
     else:
         for name, found in installed.items():
             print_line(f"{name} {found}")
         print_line(f"devices: {', '.join(_devices())}")
+        print_line(f"threads of the CPU: {threads}")
         print_line()
         rows = [[f"trainstack[{extra}]", _EXTRAS[extra], found or "not installed"] for extra, found in extras.items()]
         print_table(("extra", "package", "version"), rows)
