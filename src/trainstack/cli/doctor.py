@@ -75,8 +75,8 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         for name, found in installed.items():
             print_line(f"{name} {found}")
-        print_line(f"devices: {', '.join(_devices())}")
         print_line(f"threads of the CPU: {threads}")
+        print_line(f"devices: {', '.join(_devices())}")
         print_line()
         rows = [[f"trainstack[{extra}]", _EXTRAS[extra], found or "not installed"] for extra, found in extras.items()]
         print_table(("extra", "package", "version"), rows)

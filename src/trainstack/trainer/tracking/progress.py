@@ -399,7 +399,8 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
 
     `"auto"` is `"notebook"` in a kernel of Jupyter, unless a `stream` is given. Else it is `"rich"`, a bar, where
     `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can move its cursor, and `"plain"`,
-    lines, otherwise. The bar has no colours where the environment sets NO_COLOR.
+    lines, otherwise. Builds, which set CI and keep all that a terminal gets, get lines too. The bar has no colours
+    where the environment sets NO_COLOR.
 
     Raises:
         ConfigurationError: `kind` is none of these.
@@ -412,7 +413,8 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
     stream = sys.stderr if stream is None else stream
     if kind == "auto":
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-        kind = "rich" if QuietStream(stream).isatty() and not dumb else "plain"
+        is_build = os.environ.get("CI", "").lower() not in ("", "0", "false")
+        kind = "rich" if QuietStream(stream).isatty() and not dumb and not is_build else "plain"
     if kind == "rich":
         return RichProgress(stream)
     if kind == "plain":
