@@ -70,8 +70,8 @@ def _doctor(args: argparse.Namespace) -> int:
     extras = {extra: _version_of(package) for extra, package in _EXTRAS.items()}
     threads = torch.get_num_threads()
     if args.json:
-        found = {**installed, "devices": _devices(), "threads": threads}
-        print_json({**found, "extras": extras, "backends": problems})
+        machine = {**installed, "devices": _devices(), "threads": threads}
+        print_json({**machine, "extras": extras, "backends": problems})
     else:
         for name, found in installed.items():
             print_line(f"{name} {found}")

@@ -63,8 +63,8 @@ _OWN_TEXTS = {
 class _HelpAll(argparse.Action):
     """Print the help with all options."""
 
-    def __init__(self, *args: Any, inputs: Inputs, **options: Any) -> None:
-        super().__init__(*args, default=argparse.SUPPRESS, **options)
+    def __init__(self, option_strings: Sequence[str], dest: str, *, inputs: Inputs, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
         self._inputs = inputs
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -88,7 +88,7 @@ class Inputs:
         self._paths = {".".join(path): path for path in self._plain.paths()}
         parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a YAML file of options")
         self._texts: dict[argparse.Action, str] = {}
-        parser.add_argument("--help-all", action=_HelpAll, inputs=self, nargs=0, help="show all options, and exit")
+        parser.add_argument("--help-all", action=_HelpAll, inputs=self, help="show all options, and exit")
         self._add_options()
 
     def show_all(self) -> None:
