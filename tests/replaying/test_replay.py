@@ -260,7 +260,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
     config.write_text(config.read_text() + "target: evil_module:Module\n")
     (tmp_path / "evil_module.py").write_text("raise SystemExit(3)\n")
     said = refused(str(place), capsys=capsys)
-    assert "replay needs to be told what makes the module" in said
+    assert "replay needs the module after the folder of the run" in said
     assert "names 'evil_module:Module': write that, if you trust the file" in said
 
 

@@ -56,6 +56,11 @@ class TestFromDictAndYaml:
         with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
             ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
 
+    def test_arguments_under_a_heading_are_refused_with_their_place(self, tmp_path: Path) -> None:
+        (tmp_path / "sections.yaml").write_text("tr:\n  nonsense: 1\n  epochs: 3\n")
+        with pytest.raises(ts.ConfigurationError, match=r"top of the file: write epochs: 3 without tr\.$"):
+            ts.TrainerArguments.from_yaml(tmp_path / "sections.yaml")
+
     def test_two_arguments_share_nothing(self) -> None:
         assert ts.TrainerArguments() == ts.TrainerArguments()
         with pytest.raises(AttributeError):

@@ -43,7 +43,7 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
 
 
 def located(given: str) -> Path:
-    """The checkpoint that a path, a pointer or an address names; what an address names is downloaded into the cache."""
+    """The checkpoint that a path, a pointer or an address names; that of an address is downloaded into the cache."""
     if not is_address(given):
         return resolve_pointer(Path(given))
     from trainstack.checkpointing.remote.fetching import fetch
@@ -113,7 +113,7 @@ def _ancestors(content: Manifest) -> list[str]:
 
 
 def summary(state: Any) -> str:
-    """How many tensors a state holds and what they take."""
+    """The number of tensors in a state, and their size."""
     if state is None:
         return "nothing"
     tensors = list(_tensors(state))

@@ -236,6 +236,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         """
         return None
 
+    def _count_val_samples(self) -> int | None:
+        """The number of validation samples for the printed plan, 0 for no validation; None if it is unknown."""
+        return None
+
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """Describe the test data for `Trainer.test`; arguments and result as for `get_val_dataloaders`."""
         return None

@@ -209,6 +209,13 @@ class SupervisedModule(ModuleInterface):
         """Return a loader over the validation data, or a dict of loaders, or None."""
         return self._evaluation_loaders(self.val_dataset, sampler, batch_size)
 
+    def _count_val_samples(self) -> int | None:
+        if type(self).get_val_dataloaders is not SupervisedModule.get_val_dataloaders:
+            return None
+        given = self.val_dataset
+        datasets = [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
+        return sum(map(len, datasets)) if all(hasattr(one, "__len__") for one in datasets) else None
+
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """Return a loader over the test data, or a dict of loaders, or None."""
         return self._evaluation_loaders(self.test_dataset, sampler, batch_size)

@@ -301,7 +301,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         if self.args.fit_micro_batch:
             fit_micro_batch(context, run.data, work)
             plan = run.data.plan
-        reporter.open(run.data, work, resumed)
+        reporter.open(run.data, work, run.loop.schedules, resumed)
         if run.is_over:
             reporter.text(already_finished_message(context, plan))
         else:

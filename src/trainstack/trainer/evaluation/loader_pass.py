@@ -206,20 +206,39 @@ def evaluation_batches(
             pairs = digest.read(pairs)
         return islice(pairs, _part(limit, loader) if isinstance(limit, float) else limit), presharded
     size = loader.batch_size
-    number = -(-len(loader.dataset) // size)
-    if isinstance(limit, float):
-        number = math.ceil(Fraction(str(limit)) * number)
-    elif limit is not None:
-        number = min(number, limit * world.size)
-    low, extra = divmod(number, world.size)
-    begin = world.rank * low + min(world.rank, extra)
-    end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
-    indices, counts = tee(_parts(begin * size, end, size))  # may be empty
+    number, begin, count = _share(loader, world, limit)
+    end = min(len(loader.dataset), (begin + count) * size)
+    indices, counts = tee(_parts(begin * size, end, size))  # a process may get nothing
     if in_turns:
         every = _parts(0, min(len(loader.dataset), number * size), size)
         indices, counts = tee(islice(every, world.rank, None, world.size))
     batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
     return zip(batches, map(len, counts), strict=True), True
+
+
+def count_batches(loader: Any, world: World, limit: int | float | None = None) -> int | None:
+    """How many batches of `loader` this process evaluates, as `evaluation_batches` gives them; None if it is unknown.
+
+    A loader with a custom order may end earlier than its length.
+    """
+    if unsupported_order_reason(loader) is None:
+        return _share(loader, world, limit)[2]
+    try:
+        length = len(loader)
+    except Exception:  # it has none; the number is for the display, whose absence is not an error
+        return None
+    return min(length, _part(limit, loader) if isinstance(limit, float) else length if limit is None else limit)
+
+
+def _share(loader: Any, world: World, limit: int | float | None) -> tuple[int, int, int]:
+    """The number of batches over all processes, and of this process the first batch and the number."""
+    number = -(-len(loader.dataset) // loader.batch_size)
+    if isinstance(limit, float):
+        number = math.ceil(Fraction(str(limit)) * number)
+    elif limit is not None:
+        number = min(number, limit * world.size)
+    low, extra = divmod(number, world.size)
+    return number, world.rank * low + min(world.rank, extra), low + (world.rank < extra)
 
 
 def _parts(begin: int, end: int, size: int) -> Iterator[Tensor]:
