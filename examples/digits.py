@@ -62,7 +62,7 @@ class Digits(ModuleInterface):
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3)
-        steps = estimated_global_steps_per_epoch * epochs
+        steps = self.plan.total_steps  # exact; estimated_global_steps_per_epoch is an upper bound
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)]
 
     def train_step(self, global_step, batch, device):
