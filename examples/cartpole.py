@@ -120,7 +120,7 @@ class Agent(ModuleInterface):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Learn to balance a pole on a cart.")
     parser.add_argument("--episodes", type=int, default=1000, help="the most to play (default: 1000)")
     parser.add_argument("--goal", type=float, default=400, help="mean length at which the task is solved, up to 500")

@@ -1,4 +1,4 @@
-"""Show in half a minute what trainstack does: train, resume after a kill, replay, two processes, private training.
+"""The features of trainstack in half a minute: kill and resume, replay, two processes, private training.
 
     python examples/demo.py                 (or: make demo)
 
@@ -267,8 +267,8 @@ def main():
     )
     print("   examples/digits.py     the training as a script to copy: docs/examples/digits.md explains it")
     print("   docs/quickstart.md     train, resume, validate, export: your first training in ten minutes")
-    print("   docs/replay.md         what a replay compares, and what it proves")
-    print("   docs/privacy.md        private training, and what epsilon means")
+    print("   docs/replay.md         the quantities of a replay, and the limits of the proof")
+    print("   docs/privacy.md        private training, and the meaning of epsilon")
     return 0 if all(same) else 1
 
 

@@ -87,7 +87,7 @@ class Gan(ModuleInterface):
 
 
 def main():
-    """Train as the command line says, and print some made-up digits."""
+    """Train with the options of the command line, and print some made-up digits."""
     parser = argparse.ArgumentParser(description="Train a GAN on handwritten digits.")
     parser.add_argument("--backend", default="sp", help="sp, sp-bf16, ddp, ... (default: sp)")
     parser.add_argument("--epochs", type=int, default=60)

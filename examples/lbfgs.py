@@ -97,7 +97,7 @@ def plain_loop(steps):
 
 
 def main():
-    """Train as the command line says, and compare."""
+    """Train with the options of the command line, and compare."""
     parser = argparse.ArgumentParser(description="Fit a logistic regression by L-BFGS.")
     parser.add_argument("--epochs", type=int, default=8, help="steps: the whole data set is one batch (default: 8)")
     parser.add_argument("--micro-batch", type=int, help="records that fit into memory (default: all)")

@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMITS = {
     "docs": 18.5,
     "docs/coming-from": 1.0,
-    "docs/examples": 2.5,
+    "docs/examples": 1.0,
     "docs/guides": 1.0,
     "docs/recipes": 1.0,
-    "examples": 20.0,
+    "examples": 1.0,
     "src/trainstack": 21.5,
     "src/trainstack/auditing": 13.0,
     "src/trainstack/backends": 23.0,

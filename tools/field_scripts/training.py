@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+from tools.differential.plain import own_random_numbers, seed_sample
 from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, TrainerArguments
 
 
@@ -23,10 +24,25 @@ def weights_of(*models: nn.Module) -> list[Tensor]:
 def loader(dataset: Dataset[Any], batch_size: int) -> DataLoader[Any]:
     """The loader of a plain loop, in the order of the dataset.
 
-    By default each iterator of a `DataLoader` draws a number from the global generator. trainstack draws it from another
-    one, so the following dropout masks of a plain loop would be different.
+    By default each iterator of a `DataLoader` draws a number from the global generator. trainstack draws it from
+    another one, so the following dropout masks of a plain loop would be different.
     """
     return DataLoader(dataset, batch_size=batch_size, generator=torch.Generator())
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset whose samples draw by seed, epoch and index, as under trainstack; the generators are restored."""
+
+    def __init__(self, dataset: Any, epoch: int) -> None:
+        self.dataset, self.epoch = dataset, epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        with own_random_numbers():
+            seed_sample(0, self.epoch, index)
+            return self.dataset[index]
 
 
 def train(module: ModuleInterface, *, validate_first: bool = False, **arguments: Any) -> Trainer:

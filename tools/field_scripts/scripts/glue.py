@@ -1,7 +1,7 @@
-"""transformers, run_glue_no_trainer: BERT, groups without weight decay, a linear schedule with warm-up, accumulation."""
+"""run_glue_no_trainer of transformers: BERT, groups of parameters, a linear schedule with warm-up, accumulation."""
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, get_scheduler
 
 from tools.field_scripts.training import loader, train, weights_of

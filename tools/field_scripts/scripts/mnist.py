@@ -25,9 +25,7 @@ class Net(nn.Module):
 
 def data(count, seed):
     draw = torch.Generator().manual_seed(seed)
-    return TensorDataset(
-        torch.randn(count, 1, 28, 28, generator=draw), torch.randint(10, (count,), generator=draw)
-    )
+    return TensorDataset(torch.randn(count, 1, 28, 28, generator=draw), torch.randint(10, (count,), generator=draw))
 
 
 def plain():

@@ -1,4 +1,6 @@
-"""pytorch/examples, mnist_forward_forward: each layer has its own optimizer and loss, and is trained before the next."""
+"""pytorch/examples, mnist_forward_forward: each layer has an optimizer and a loss, and is trained before the next."""
+
+import itertools
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ class Layer(nn.Linear):
 
 def layers():
     torch.manual_seed(1)
-    return [Layer(*sizes) for sizes in zip(SIZES, SIZES[1:], strict=False)]
+    return [Layer(*sizes) for sizes in itertools.pairwise(SIZES)]
 
 
 def data():

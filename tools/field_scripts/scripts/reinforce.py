@@ -1,4 +1,4 @@
-"""pytorch/examples, reinforcement_learning/reinforce: a sum over the steps of an episode, an episode for each update."""
+"""pytorch/examples, reinforcement_learning/reinforce: a sum over an episode, an episode for each update."""
 
 import torch
 from torch import nn

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tools.field_scripts.training import loader, train, weights_of
+from tools.field_scripts.training import SeededSamples, loader, train, weights_of
 from trainstack import ModuleInterface
 
 
@@ -39,11 +39,10 @@ class Siamese(nn.Module):
 
 def plain():
     torch.manual_seed(1)
-    random.seed(1)
     model, criterion = Siamese(), nn.BCELoss()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    for _ in range(2):
-        for one, other, target in loader(Pairs(), batch_size=16):
+    for epoch in range(2):
+        for one, other, target in loader(SeededSamples(Pairs(), epoch), batch_size=16):
             optimizer.zero_grad()
             loss = criterion(model(one, other).squeeze(1), target)
             loss.backward()
@@ -69,7 +68,6 @@ class SiameseModule(ModuleInterface):
 
 def port():
     torch.manual_seed(1)
-    random.seed(1)
     module = SiameseModule()
     train(module, epochs=2, train_batch_size=16)
     return weights_of(module.model)

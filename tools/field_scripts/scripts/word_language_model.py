@@ -1,4 +1,4 @@
-"""pytorch/examples, word_language_model: a hidden state from batch to batch, clipping, a rate that falls on a plateau."""
+"""pytorch/examples, word_language_model: a state from batch to batch, clipping, a rate that falls on a plateau."""
 
 import torch
 from torch import nn
