@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -174,9 +175,13 @@ def kill_and_resume(folder, epochs, unbroken):
             for line in process.stdout:
                 if line == f"step {last}\n":
                     process.kill()  # SIGKILL, which no process can catch
+        if process.returncode != -signal.SIGKILL:
+            raise SystemExit(f"It ended before step {last} with exit status {process.returncode}. Try more --epochs.")
         row("killed", f"process {process.pid} by SIGKILL in step {last}, or a few steps later")
         with training_process(folder, epochs) as process:
             printed = process.stdout.read().splitlines()
+        if process.returncode != 0:
+            raise SystemExit(f"The resumed training failed with exit status {process.returncode}.")
         first, weights = int(printed[0].removeprefix("step ")), printed[-1]
         row("resumed", f"process {process.pid} from the checkpoint of step {first - 1}")
         same_weights = weights == hash_of(unbroken.weights)
@@ -242,8 +247,8 @@ def main():
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--train", action="store_true", help="only train the run of part 2, and print its steps")
     given = parser.parse_args()
-    if given.epochs < 1:
-        parser.error(f"--epochs {given.epochs}: write 1 or more")
+    if given.epochs < 2:
+        parser.error(f"--epochs {given.epochs}: write 2 or more, so that a checkpoint precedes the kill")
     folder, began = given.output_dir, time.perf_counter()
     torch.set_num_threads(1)  # in all processes: the network is too small for more
     if given.train:
