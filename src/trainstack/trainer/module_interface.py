@@ -338,8 +338,8 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
-            sampler: as given, or a sampler object with an order of its own; `shuffle=True` or `shuffle=False` among
-                the options chooses another.
+            sampler: as given, a sampler object with a custom order, or None for the order of the dataset;
+                `shuffle=True` or `shuffle=False` among the options chooses another.
             batch_size: as given.
             **options: of `DataLoader`. Without `collate_fn` among them, batches are made by this module's `collate_fn`
                 if it has one, else by the data set's `data_collator`, else as torch does.
@@ -361,7 +361,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         if "batch_sampler" in chosen:
             del chosen["batch_size"]
         elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
-            if shuffle is not None:
+            if shuffle is not None or sampler is None:
                 sampler = RandomSampler if shuffle else SequentialSampler
             chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
         try:
