@@ -23,7 +23,7 @@ export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
 .PHONY: demo test test-fast test-long test-pythons coverage check wheel release bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs launchers hostile attacks differential dp-table docs lock clean help
 
-demo: $(VENV)/.stamp ## train, interrupt and resume a small model, and show that the results agree
+demo: $(VENV)/.stamp ## half a minute: train, kill and resume, replay, use two processes, and train privately
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Processes at a time, unless JOBS says. For 2 cores: a third hides the seconds in which tests of several processes wait.

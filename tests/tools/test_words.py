@@ -49,7 +49,7 @@ def test_ordinary_words_are_not_found(text: str) -> None:
 def test_of_python_comments_messages_and_names_of_tests_count() -> None:
     source = (
         '"""Module.\n\nSay what is there."""\n\n\n'
-        "def test_behaviour_of() -> None:  # goes on\n"
+        "def test_what_it_does() -> None:  # goes on\n"
         '    what = "whatever"\n'
         '    raise ValueError(f"nobody is {what}")\n'
     )

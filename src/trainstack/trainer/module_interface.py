@@ -362,8 +362,8 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
-            sampler: the argument of the method, or a sampler object with a custom order; `shuffle=True` or
-                `shuffle=False` in the options overrides it.
+            sampler: the argument of the method, a sampler object with a custom order, or None for the order of the
+                dataset; `shuffle=True` or `shuffle=False` in the options overrides it.
             batch_size: the argument of the method.
             **options: options of `DataLoader`. Without `collate_fn`, the loader uses this module's `collate_fn`, or
                 else the dataset's `data_collator`, or else torch's default.
@@ -385,7 +385,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         if "batch_sampler" in chosen:
             del chosen["batch_size"]
         elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
-            if shuffle is not None:
+            if shuffle is not None or sampler is None:
                 sampler = RandomSampler if shuffle else SequentialSampler
             chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
         try:
