@@ -23,22 +23,22 @@ from trainstack.checkpointing.directory import (
     CheckpointInfo,
     Contents,
     beginnings,
+    checkpoints_of_run,
     has_prefix,
     name_of,
+    newest_entry,
     read_entry,
     read_manifest,
     scan,
+    with_prefix,
 )
 from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.lookup import (
     CheckpointFinder,
-    checkpoints_of_run,
     folder_at,
-    newest_entry,
     refresh_pointers,
     rule_at,
-    with_prefix,
 )
 from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention

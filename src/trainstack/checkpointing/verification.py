@@ -11,7 +11,15 @@ from pathlib import Path
 from trainstack._files import local_path
 from trainstack.checkpointing import index, manifest
 from trainstack.checkpointing.checksums import PaceFn, read_file
-from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    info_of,
+    is_checkpoint_directory,
+    read_manifest,
+    resolve_pointer,
+    rule_in,
+    scan,
+)
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
 from trainstack.checkpointing.index import FileIndex, check_tensors
@@ -70,7 +78,10 @@ TENSORS = ".safetensors"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    """Return the absolute path and the manifest of a checkpoint or export; raises as `verify_checkpoint`."""
+    """Return the absolute path and the manifest of a checkpoint or export; raises as `verify_checkpoint`.
+
+    Of a file `last` or `best` they are those of the checkpoint that it stands for.
+    """
     root = local_path(path).absolute()
     try:
         status = os.stat(root)
@@ -78,7 +89,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         raise CheckpointNotFoundError(f"{root} does not exist. Give the directory of a checkpoint.") from error
     except OSError as error:
         raise CheckpointDamagedError(f"{root} cannot be read: {error}. Load another checkpoint.") from error
-    if not stat.S_ISDIR(status.st_mode):
+    if stat.S_ISREG(status.st_mode) and rule_in(root) is not None:
+        root = resolve_pointer(root)
+    elif not stat.S_ISDIR(status.st_mode):
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
             "(.pt, .pth, .ckpt) are never read unasked: load_torch_weights(path) does, for their weights."

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from trainstack._files import is_address
-from trainstack._keywords import SuggestsNames, check_known_fields
+from trainstack._keywords import SuggestsNames, check_known_fields, explain_frozen
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
@@ -28,6 +28,7 @@ from trainstack.trainer.argument_checks import (
     expanded_paths,
     resolve_backend,
 )
+from trainstack.trainer.argument_names import ALIASES
 from trainstack.trainer.core.intervals import Every, ValidateEvery
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -73,6 +74,7 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     )
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(metaclass=SuggestsNames):
     """Hyperparameters of a run. Checked when made; never changed afterwards.
@@ -207,30 +209,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ALIASES: ClassVar = {
-        "accelerator": 'device="cpu" or "cuda"',
-        "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
-        "accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
-        "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
-        "bf16": 'backend="sp-bf16"',
-        "devices": "device, and start one process each with torchrun",
-        "eval_batch_size": "val_batch_size",
-        "fp16": 'backend="sp-amp"',
-        "gradient_accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
-        "gradient_clip_val": "max_grad_norm, or clip_grads=False",
-        "learning_rate": "it where the module makes its optimizer, in get_optimizers_schedulers",
-        "logging_steps": "log_every",
-        "lr": "it where the module makes its optimizer, in get_optimizers_schedulers",
-        "max_epochs": "epochs",
-        "num_epochs": "epochs",
-        "num_train_epochs": "epochs",
-        "per_device_eval_batch_size": "val_batch_size",
-        "precision": 'backend="sp-bf16" or "sp-amp"',
-        "resume_from_checkpoint": "resume",
-        "strategy": 'backend="ddp"',
-        "task": "the metrics by name, in the module or in Trainer(metrics=...); docs/recipes/ has modules for tasks",
-        "val_check_interval": "validate_every, where a float is a fraction of the whole run, not of an epoch",
-    }
+    ALIASES: ClassVar = ALIASES
 
     epochs: int = 1
     max_steps: int | float | None = None

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -19,7 +20,8 @@ from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.events.event import Event
+from trainstack.trainer.events.event import Callback, Event
+from trainstack.trainer.misplaced import check_module
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
@@ -63,15 +65,16 @@ def check_parts(
 ) -> None:
     """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
     _check_trainer_class(kind)
-    if isinstance(module, type) or not isinstance(module, ModuleInterface):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-        raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface."
-        )
+    check_module(kind, module, args)
     if not isinstance(args, TrainerArguments):
         raise ConfigurationError(
             f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
             "TrainerArguments.from_dict(...)."
+        )
+    if isinstance(backend, list | tuple | Callback):
+        raise ConfigurationError(
+            f"Trainer(trainer_backend=...) was given a {type(backend).__name__} as its third argument. Write "
+            "callbacks=[...]."
         )
     if backend is not None and not isinstance(backend, str | TrainerBackend):
         raise ConfigurationError(
@@ -255,11 +258,29 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
         except TypeError as error:
             wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
             hint = " It is what the backend calls; keep your network in an attribute such as self.model."
+            hint = hint if name == "forward" else f" The arguments of {name} are passed by name." if named else ""
             raise ModuleContractError(
                 f"{type(module).__name__}.{name}{signature} cannot be called as it will be ({error}). "
-                f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
+                f"Write def {name}({wanted}).{hint}"
             ) from error
+    _check_modes_can_be_set(module)
     _warn_on_method_typos(module, log, val_step)
+
+
+def _check_modes_can_be_set(module: nn.Module) -> None:
+    """Refuse a part with a method `train` for another purpose: PyTorch calls it to set the mode of the part."""
+    for name, part in module.named_modules():
+        method = getattr(part, "train")  # noqa: B009 - a part may hide the method of nn.Module
+        if getattr(method, "__func__", None) is nn.Module.train:
+            continue
+        try:
+            inspect.signature(method).bind(True)
+        except (TypeError, ValueError) as error:
+            where = f"the part {name!r} ({type(part).__name__})" if name else type(part).__name__
+            raise ModuleContractError(
+                f"{where} defines train, which cannot be called with a mode ({error}). The trainer calls "
+                "nn.Module.train(mode) for the training and the eval mode. Give that method another name."
+            ) from None
 
 
 def _check_library_names(module: Any) -> None:
@@ -410,6 +431,17 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
         f"{where} is a {kind.__name__} with {what}, which PyTorch does not register: they are not trained, moved or "
         f"saved. Use {_CONTAINERS[kind][not modules]}."
     )
+
+
+def warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunLogger) -> None:
+    """Log that a precision layer has no effect: autocast converts float32 alone, and leaves float64 as it is."""
+    layer = next((one for one in stack.layers() if one.autocast_dtype is not None), None)
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if layer is not None and dtypes == {torch.float64}:
+        log.info(
+            f"all parameters are float64, and the layer {layer.name!r} converts float32 alone, so it changes nothing. "
+            "Call float() on the model, or leave the layer out of the backend string."
+        )
 
 
 def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:

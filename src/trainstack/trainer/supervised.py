@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack._keywords import CUTOFF
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arg_matching import (
     TARGETS,
@@ -22,6 +26,7 @@ from trainstack.trainer.arg_matching import (
     select_mappings,
     unused_items_message,
 )
+from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.record_losses import own_means, without_reduction
 from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
 from trainstack.trainer.data.columns import column_names, select_columns
@@ -81,6 +86,7 @@ class SupervisedModule(ModuleInterface):
         loss_weight: what the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"`, which are the
             labels that are not -100, or a function that counts the items of a batch. None: labels where the model
             computes its own loss from an item `labels` of integers, else samples.
+        unknown: is refused, with the place of the argument.
 
     Raises:
         ConfigurationError: an argument is wrong, or two contradict each other.
@@ -139,8 +145,10 @@ class SupervisedModule(ModuleInterface):
         train_dataloader_kwargs: Mapping[str, Any] | None = None,
         val_dataloader_kwargs: Mapping[str, Any] | None = None,
         loss_weight: Literal["samples", "labels"] | Callable[[Any], float] | None = None,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        _check_places(model, loss, unknown)
         self.model, self.loss, self._may_lack_loss = model, _check_loss(loss), loss is None
         self.metrics = with_computed(metrics, compute_metrics)
         self._set_optimizer(optimizer, dict(optimizer_kwargs or {}), named_scheduler(scheduler, scheduler_kwargs))
@@ -434,6 +442,38 @@ def _has_loss(outputs: Any) -> bool:
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+_OF_OPTIMIZERS = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "eps", "nesterov")
+_OF_LOADERS = ("num_workers", "shuffle", "pin_memory", "drop_last", "sampler", "prefetch_factor", "persistent_workers")
+
+
+def _check_places(model: Any, loss: Any, unknown: Mapping[str, Any]) -> None:
+    """Refuse a loss in the place of the model, and arguments of other objects.
+
+    Raises:
+        ConfigurationError: saying where they belong.
+    """
+    if type(model).__module__ == "torch.nn.modules.loss":
+        swapped = " The model was given second." if isinstance(loss, nn.Module) else ""
+        raise ConfigurationError(
+            f"SupervisedModule: the first argument is the model, the second the loss; a {type(model).__name__} was "
+            f"given first.{swapped} Write SupervisedModule(model, loss, ...)."
+        )
+    for name, value in unknown.items():
+        if name in _OF_OPTIMIZERS:
+            key = "lr" if name == "learning_rate" else name
+            how = f"Write optimizer_kwargs={{{key!r}: {value!r}}}."
+        elif name in _OF_LOADERS:
+            how = f"Write train_dataloader_kwargs={{{name!r}: {value!r}}}, or val_dataloader_kwargs."
+        elif name in {field.name for field in fields(TrainerArguments)}:
+            how = f"Write TrainerArguments({name}={value!r})."
+        else:
+            known = [key for key in inspect.signature(SupervisedModule).parameters if key != "unknown"]
+            close = difflib.get_close_matches(name, known, 1, CUTOFF)
+            alias = TrainerArguments.ALIASES.get(name)
+            how = f"Write {close[0] if close else alias}." if close or alias else f"There are {', '.join(known)}."
+        raise ConfigurationError(f"SupervisedModule has no argument {name!r}. {how}")
 
 
 def _check_loss(loss: Any) -> Any:

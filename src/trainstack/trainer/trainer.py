@@ -28,12 +28,17 @@ from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events
+from trainstack.trainer.misplaced import refuse_trainer_arguments
 from trainstack.trainer.mixins.control import ControlMixin
 from trainstack.trainer.mixins.evaluation import EvaluationMixin
 from trainstack.trainer.mixins.output import OutputMixin
 from trainstack.trainer.mixins.properties import PropertiesMixin
 from trainstack.trainer.mixins.saving import SavingMixin
-from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
+from trainstack.trainer.module_checks import (
+    check_parts,
+    complete_monitor,
+    refuse_argument_of_train,
+)
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.checkpoint_states import check_storable
 from trainstack.trainer.resume.saving import Saver, save_after_exception
@@ -61,13 +66,22 @@ _ELSEWHERE = {
     "add_callback_fn": "trainer.on(Event...)(function)",
     "create_run_config": "trainer.args and trainer.plan",
     "evaluate": "trainer.validate(data), or trainer.test(data)",
+    "compile": "TrainerArguments(compile=True)",
     "fit": "trainer.train()",
+    "load": 'TrainerArguments(resume="auto"), or init_weights_from=... for the weights alone',
+    "load_checkpoint": 'TrainerArguments(resume="auto"), or init_weights_from=... for the weights alone',
+    "load_state_dict": "trainer.module.load_state_dict(...)",
     "get_num_epochs": "trainer.args.epochs",
     "get_num_update_steps": "trainer.plan.total_steps",
     "run": "trainer.train()",
     "run_config": "trainer.args and trainer.plan",
     "run_history": "trainer.history",
+    "run_evaluation": "trainer.validate(data), or trainer.test(data)",
+    "save": "trainer.export(path)",
     "save_model": "trainer.export(path)",
+    "state_dict": "trainer.module.state_dict()",
+    "test_model": "trainer.test(data)",
+    "train_model": "trainer.train()",
 }
 """Members of the trainers of pytorch-accelerated, fastNLP, Lightning and transformers, and what to write."""
 
@@ -77,7 +91,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
 
     Args:
         module: model, steps, optimizers and data.
-        args: everything else.
+        args: everything else; by default `TrainerArguments()`.
         trainer_backend: a stack you built, or a backend string; wins over `args.backend`.
         checkpointer: keeps and finds checkpoints; by default a `DefaultCheckpointer` that saves under
             `args.output_dir`.
@@ -87,6 +101,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             loss. What steps optimizers itself is a layer, see `register_layer`.
         val_step: a function that is called for `val_step` of the module, as if it were that method.
         metrics: by name, anything with `update`, `compute` and `reset`; instead of the module's.
+        unknown: is refused, with the place of the argument.
 
     Attributes:
         history: the metrics of the run.
@@ -110,7 +125,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     def __init__(
         self,
         module: ModuleInterface,
-        args: TrainerArguments,
+        args: TrainerArguments | None = None,
         trainer_backend: TrainerBackend | str | None = None,
         checkpointer: AbstractCheckpointer | None = None,
         *,
@@ -119,7 +134,11 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         train_step: Callable[..., Any] | None = None,
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            refuse_trainer_arguments(type(self), unknown)
+        args = TrainerArguments() if args is None else args
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
         args = _settled(args, module, metrics)

@@ -13,7 +13,7 @@ from typing import Literal
 from trainstack._files import read_small
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.lookup import of_run, rule_in
+from trainstack.checkpointing.directory import of_run, rule_in
 from trainstack.checkpointing.remote.entries import (
     Entry,
     Listing,

@@ -14,14 +14,21 @@ import torch
 
 from trainstack.backends import World
 from trainstack.backends.random_streams import RandomStreams
-from trainstack.errors import CheckpointMismatchError
+from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.core.order import mix
 
 _HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's, numpy's and torch's global generators (all devices)."""
+    """Seed python's, numpy's and torch's global generators (all devices).
+
+    Raises:
+        ConfigurationError: `seed` is not a whole number.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ConfigurationError(f"seed={seed!r}: write a whole number.")
+    seed = int(seed)
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)
     if torch.accelerator.is_available():

@@ -36,7 +36,7 @@ from trainstack.trainer.events import Event, Events
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.hooks import Hooks
 from trainstack.trainer.events.optimizer_modes import OptimizerModes
-from trainstack.trainer.module_checks import check_signatures
+from trainstack.trainer.module_checks import check_signatures, warn_of_other_precision
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.recording.recorder import Recorder
 from trainstack.trainer.recording.starting import begin_recording
@@ -139,6 +139,7 @@ class Run:
         made_metrics = Metrics(metrics, module)
         self.modes = TrainingModes(module, self.stack.is_private)
         check_signatures(module, self.log, context.val_step)
+        warn_of_other_precision(module, self.stack, self.log)
         self.streams = streams = self.stack.random_streams(world)
         with isolated_rng(streams or mix(state.seed), world.device):
             records = self.stack.public_dataset_size
