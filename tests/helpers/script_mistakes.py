@@ -480,3 +480,17 @@ class NoGradient(Good):
     @torch.no_grad()
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return self.loss(batch)
+
+
+class Summed(Good):
+    """Correct in one piece; a sum where a step is split."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class Logs(Good):
+    """Makes the trainer warn of an item that nothing takes."""
+
+    def _unused_items(self, batch: Any, takers: Any) -> str | None:
+        return "the batches have 'mask', which nothing takes. Leave it out of the data set."

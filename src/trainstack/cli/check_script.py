@@ -78,10 +78,10 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _subject(target: str, options: Sequence[str], script_words: Sequence[str]) -> tuple[Any, _Subject]:
     if target.endswith(".py") and not any(word in ("--help", "-h") for word in options):
-        given, others = _parser(target).parse_known_args(list(options))
         path = Path(target)
         source = Source.read(path)
-        if not others and source is not None and "Trainer(" in source.text:
+        if _are_own(options) and source is not None and "Trainer(" in source.text:
+            given = _parser(target).parse_args(list(options))
             trainer = first_training(path, script_words)
             if trainer is not None:
                 return given, _of_trainer(trainer)
@@ -90,7 +90,7 @@ def _subject(target: str, options: Sequence[str], script_words: Sequence[str]) -
         with train_refused():
             made_by = load_target(target)
     except TrainingReached as reached:  # the file trains when it is imported, which D606 says
-        return _parser(target).parse_known_args(list(options))[0], _of_trainer(reached.trainer)
+        return _parser(target).parse_args(list(options)), _of_trainer(reached.trainer)
     return _of_target(target, made_by, options)
 
 
@@ -124,6 +124,12 @@ def _of_trainer(trainer: Any) -> _Subject:
     _, _, _, train_step, val_step, metrics = trainer._given
     given = {"train_step": train_step, "val_step": val_step, "metrics": metrics}
     return _Subject(trainer.module, trainer.args, {name: value for name, value in given.items() if value is not None})
+
+
+def _are_own(options: Sequence[str]) -> bool:
+    """Whether all options are of this command, and none of the trainer or the module."""
+    names = {word.partition("=")[0] for word in options if word.startswith("-")}
+    return names <= {"--steps", "--ignore", "--json"}
 
 
 def _parser(target: str) -> Parser:

@@ -434,11 +434,11 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
 
 
 def warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunLogger) -> None:
-    """Log that a precision layer has no effect: autocast converts float32 alone, and leaves float64 as it is."""
+    """Warn that a precision layer has no effect: autocast converts float32 alone, and leaves float64 as it is."""
     layer = next((one for one in stack.layers() if one.autocast_dtype is not None), None)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if layer is not None and dtypes == {torch.float64}:
-        log.info(
+        log.warning(
             f"all parameters are float64, and the layer {layer.name!r} converts float32 alone, so it changes nothing. "
             "Call float() on the model, or leave the layer out of the backend string."
         )

@@ -253,12 +253,13 @@ def _ask_loss(evidence: Evidence, module: ModuleInterface) -> None:
         return
     batch = evidence.batches[0]
     with suppress(Exception):
-        base, again = _loss(module, batch), _loss(module, batch)
-        if base != again:
-            return  # it depends on more than the batch
-        for number, (where, changed) in enumerate(_changed_batches(batch)):
-            evidence.responses[where or f"item {number}"] = _loss(module, changed) != base
-        evidence.first_loss_again = _loss(evidence.module, batch)
+        for one in (module, evidence.module):  # with weights of 0 at the start, the loss depends on no input
+            base = _loss(one, batch)
+            if base != _loss(one, batch):
+                return  # it depends on more than the batch
+            for name, changed in _changed_batches(batch):
+                evidence.responses[name] = evidence.responses.get(name, False) or _loss(one, changed) != base
+        evidence.first_loss_again = base
 
 
 def _loss(module: ModuleInterface, batch: Any) -> float:
