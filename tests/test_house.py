@@ -62,8 +62,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 467
-MAX_LINES = 80_000
+MAX_FILES = 484
+MAX_LINES = 83_000
 
 # What `import trainstack` may not load: each costs every process of every run, most runs never use it.
 HEAVY = (

@@ -1,4 +1,4 @@
-"""The errors that a new user meets in the first hour say what to write, also for names of other libraries."""
+"""The errors that a new user meets in the first hour name the code to write, also for names of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of other libraries write for an argument of a run, and where it belongs here."""
+"""Names of other libraries for the arguments of a run, with their places in this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders with batch sizes of their own: `as_is` declares them, and others are compared with the plan."""
+"""Loaders with custom batch sizes: `as_is` declares them, and others are compared with the plan."""
 
 from __future__ import annotations
 

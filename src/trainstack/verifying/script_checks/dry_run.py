@@ -124,7 +124,7 @@ class _Watcher(Callback):
             raise _Enough
 
     def end(self, trainer: Trainer) -> None:
-        """Note what training has changed outside of the states."""
+        """Note the attributes that training has changed outside of the states."""
         with suppress(Exception):
             changed = changed_attributes(trainer.module, self._marks)
             kept = set(map(str, trainer.module.get_state()))

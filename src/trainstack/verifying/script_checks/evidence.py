@@ -56,7 +56,7 @@ class LayerInput:
 
 @dataclass(slots=True)
 class Evidence:
-    """What is known of a script after its dry run. Checks read it and change nothing.
+    """The facts about a script after its dry run. Checks read it and change nothing.
 
     Attributes:
         module: after the dry run.
@@ -75,7 +75,7 @@ class Evidence:
         optimizers: of the run.
         schedulers: of the run.
         metrics: names of the metrics that were recorded.
-        messages: what the trainer has logged: level and text.
+        messages: of the trainer: level and text.
         warnings: of Python: text and place.
         error: that ended the dry run; None without.
         changed: attributes of the module that training changed and no state keeps.

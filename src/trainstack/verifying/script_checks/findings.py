@@ -34,7 +34,7 @@ class Finding:
 
 
 Found = tuple[str, str] | tuple[str, str, str]
-"""What a check yields: message, remedy and, where it is known, the place."""
+"""A result of a check: message, remedy and, where it is known, the place."""
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[Found]])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 from torch import nn
@@ -79,8 +78,7 @@ def dropout_in_evaluation(evidence: Evidence) -> Iterator[Found]:
 @check("D211", "hint", "state that no checkpoint keeps")
 def state_outside(evidence: Evidence) -> Iterator[Found]:
     """Attributes that change in training, and are in no `state_dict` and no `get_state`."""
-    own = [name for name in evidence.changed if not name.rpartition(".")[2].startswith("_")]
-    names = [name for name in own if not isinstance(_value(evidence, name), random.Random)]
+    names = [name for name in evidence.changed if not _is_of_library(evidence, name)]
     if names:
         yield (
             f"training changes {', '.join(names[:5])} of the module, which no checkpoint keeps: a resumed run begins "
@@ -90,6 +88,10 @@ def state_outside(evidence: Evidence) -> Iterator[Found]:
         )
 
 
-def _value(evidence: Evidence, name: str) -> object:
+def _is_of_library(evidence: Evidence, name: str) -> bool:
+    """Whether a class of this library or of torch declares the attribute, or it is private."""
     owner, _, attribute = name.rpartition(".")
-    return getattr(dict(evidence.module.named_modules()).get(owner), attribute, None)
+    part = dict(evidence.module.named_modules()).get(owner, evidence.module)
+    classes = [kind for kind in type(part).__mro__ if kind.__module__.startswith(("trainstack.", "torch."))]
+    declared = {key for kind in classes for key in (*vars(kind), *vars(kind).get("__annotations__", ()))}
+    return attribute.startswith("_") or attribute in declared

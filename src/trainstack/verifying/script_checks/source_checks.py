@@ -79,7 +79,7 @@ def waits(evidence: Evidence) -> Iterator[Found]:
             )
 
 
-@check("D606", "problem", "a training that begins when the file is imported")
+@check("D606", "hint", "a training that begins when the file is imported")
 def trains_on_import(evidence: Evidence) -> Iterator[Found]:
     """Loader workers, launched processes and this command import the file."""
     source = evidence.source

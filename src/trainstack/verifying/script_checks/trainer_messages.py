@@ -60,7 +60,8 @@ _ROWS = (
     _Row("D202", r"holds \d+ parameters that|empty parameter list|duplicate parameters", "get_optimizers_schedulers",
          "Pass each parameter of the module to one optimizer, once."),
     _Row("D203", "received no gradient", "train_step"),
-    _Row("D204", "had trainable parameters in eval mode", "__init__"),
+    _Row("D204", "had trainable parameters in eval mode", "__init__",
+         "Write keep_modes = True in the module if these parts have to stay in eval mode."),
     _Row("D205", "shapes cannot be multiplied|expected input.*to have .* channels|Given groups=|"
          "must match the size of tensor|size mismatch", "",
          "Print the shape of the input of this layer, and make the layer for it."),
