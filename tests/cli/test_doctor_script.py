@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import trainstack as ts
+from trainstack.cli.check_script import script_in
 from trainstack.cli.main import main
 
 MODULE = """
@@ -97,6 +98,21 @@ def test_the_module_of_a_file_takes_the_options_of_train(write: Write, capsys: p
     code, found = diagnosed(capsys, f"{file}:Line", "--train_batch_size", "8", "--module.lr", "1e6")
     assert (code, "D403" in ids(found)) == (1, True)
     assert ts.Trainer.train.__qualname__ == "Trainer.train"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["my.py"], "my.py"),
+        (["--steps", "2", "my.py:Mine"], "my.py:Mine"),
+        (["--device", "cuda:0", "my.py"], "my.py"),
+        (["package.module:Mine", "--json"], "package.module:Mine"),
+        (["sp-bf16", "ddp"], None),
+        ([], None),
+    ],
+)
+def test_a_script_is_told_from_backend_strings(words: list[str], expected: str | None) -> None:
+    assert script_in(words) == expected
 
 
 def test_text_names_check_place_and_remedy(write: Write, capsys: pytest.CaptureFixture[str]) -> None:

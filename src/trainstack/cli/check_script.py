@@ -34,16 +34,18 @@ class _Subject(NamedTuple):
     given: dict[str, Any]
 
 
-def names_script(words: Sequence[str]) -> bool:
-    """Whether the words behind `doctor` name a script, and not backend strings."""
-    first = next((word for word in words if not word.startswith("-")), "")
-    return ":" in first or first.endswith(".py")
+def script_in(words: Sequence[str]) -> str | None:
+    """The script that the words behind `doctor` name; None where they name backend strings."""
+    named = [word for word in words if word.endswith(".py") or ".py:" in word]
+    first = words[0] if words and ":" in words[0] else None  # package.module:NAME
+    return first or next(iter(named), None)
 
 
 def run(words: Sequence[str]) -> int:
     """Check the script that `words` name. Returns the exit code."""
     words, script_words = _split(words)
-    target = next(word for word in words if not word.startswith("-"))
+    target = script_in(words)
+    assert target is not None
     options = list(words)
     options.remove(target)
     try:

@@ -89,7 +89,7 @@ def _run(words: list[str]) -> int:
         return checked
     if command == "doctor":
         script = import_module("trainstack.cli.check_script")
-        if script.names_script(words[1:]):
+        if script.script_in(words[1:]) is not None:
             diagnosed: int = script.run(words[1:])
             return diagnosed
     if command in _READ_WORDS:

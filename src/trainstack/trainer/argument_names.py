@@ -106,7 +106,7 @@ ALIASES: dict[str, str] = {
         ("eval_strategy", "evaluation_strategy", "do_eval"),
         "validate_every: None for each epoch, 100 for every 100 global steps, 0 for never",
     ),
-    "eval_on_start": "trainer.validate(log=True) before trainer.train()",
+    "eval_on_start": "validate_at_start=True",
     "resume_from_checkpoint": "resume",
     "ckpt_path": "resume",
     "warm_start": "resume",

@@ -100,6 +100,7 @@ class TrainerArguments(metaclass=SuggestsNames):
             float in (0, 1] is a fraction of the run's, a negative number counts epochs, 0 is never; or `Every(...)`,
             also of a time, or a function of the trainer, asked after each step on the main process, that returns True
             when it is time.
+        validate_at_start: validate before the first global step too, and record the results at step 0; not on a resume.
         sanity_val_steps: batches of each validation loader to try out before training; -1 for all.
         overfit_batches: train and validate on the samples of so many global batches alone; -1 for all, 0 for off.
         fast_dev_run: train so many steps (True: one), validate as many batches, and write nothing.
@@ -222,6 +223,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     max_train_steps_per_epoch: int | float | None = None
     max_val_steps_per_epoch: int | float | None = None
     validate_every: ValidateEvery | None = None
+    validate_at_start: bool = False
     sanity_val_steps: int = 0
     overfit_batches: int = 0
     fast_dev_run: bool | int = False

@@ -332,6 +332,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 if not run.is_over:
                     run.begin_recording()
                 stopper.stop_if_requested()
+                if self.args.validate_at_start and not state.global_step:
+                    run.evaluator.run_standalone(Stage.VAL, None, log=True, keep_outputs=False)
                 while not run.is_over and run.exhausted_reason is None:
                     run.train_epoch(reporter, self.save_checkpoint, save_every)
         except StopTraining as stop:

@@ -65,6 +65,7 @@ def dry_arguments(args: TrainerArguments, folder: Path) -> TrainerArguments:
         fast_paths=False,
         fast_dev_run=False,
         fit_micro_batch=False,
+        validate_at_start=False,
         sanity_val_steps=0,
         validate_every=0,
         max_val_steps_per_epoch=_KEPT_BATCHES,
