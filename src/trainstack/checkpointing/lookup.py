@@ -14,25 +14,27 @@ from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
 from trainstack.checkpointing.directory import (
-    POINTER_FORMAT,
     CheckpointInfo,
     Contents,
-    PointerRule,
-    checkpoints_of_run,
-    damaged_begin,
     has_prefix,
     is_checkpoint_directory,
     name_odd_entries,
     name_of,
-    of_run,
-    read_beginning,
-    rule_in,
     scan,
-    with_prefix,
 )
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.checkpointing.reading import read_checkpoint
-from trainstack.checkpointing.verification import hint_of_pickles
+from trainstack.checkpointing.verification import (
+    POINTER_FORMAT,
+    PointerRule,
+    checkpoints_of_run,
+    damaged_begin,
+    hint_of_pickles,
+    of_run,
+    read_beginning,
+    rule_in,
+    with_prefix,
+)
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 

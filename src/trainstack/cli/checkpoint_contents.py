@@ -14,11 +14,11 @@ import torch
 from trainstack._files import is_address, remote_address
 from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.difference import children, describe, differences
-from trainstack.checkpointing.directory import resolve_pointer
 from trainstack.checkpointing.integrity.lineage import Lineage
 from trainstack.checkpointing.integrity.signing import claimed_signer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
 from trainstack.checkpointing.reading import read_states
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.cli.printing import FAILED, print_json, print_line, readable_date, readable_size
 from trainstack.step_log.checkpoint_heads import KEY as STEP_LOG_HEADS
 

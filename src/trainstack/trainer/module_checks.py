@@ -21,7 +21,7 @@ from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Callback, Event
-from trainstack.trainer.misplaced import check_module
+from trainstack.trainer.misplaced import check_module, refuse_trainer_arguments
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
@@ -62,8 +62,12 @@ def check_parts(
     checkpointer: Any,
     train_step: Any,
     val_step: Any,
-) -> None:
-    """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first."""
+    unknown: Mapping[str, Any],
+) -> TrainerArguments:
+    """Refuse parts of which a trainer of the class `kind` cannot be made, naming the first; returns the arguments."""
+    if unknown:
+        refuse_trainer_arguments(kind, unknown)
+    args = TrainerArguments() if args is None else args
     _check_trainer_class(kind)
     check_module(kind, module, args)
     if not isinstance(args, TrainerArguments):
@@ -90,6 +94,7 @@ def check_parts(
     if checkpointer is not None:
         _check_checkpointer(checkpointer, args.resume)
     _check_given_steps({"train_step": train_step, "val_step": val_step})
+    return args
 
 
 def _check_given_steps(steps: Mapping[str, Any]) -> None:
@@ -235,10 +240,10 @@ def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
     return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
 
 
-def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
-    """Refuse methods that cannot be called as they will be, and point at hooks whose name is a slip.
+def check_signatures(module: Any, log: RunLogger, val_step: Any = None, stack: TrainerBackend | None = None) -> None:
+    """Refuse methods that cannot be called as they will be; warn of misspelt hooks and of a layer without effect.
 
-    `val_step` is as in `lacks_method`.
+    `val_step` is as in `lacks_method`. `stack` runs the module.
 
     Raises:
         ModuleContractError: naming the method and the signature it needs.
@@ -265,6 +270,8 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
             ) from error
     _check_modes_can_be_set(module)
     _warn_on_method_typos(module, log, val_step)
+    if stack is not None:
+        _warn_of_other_precision(module, stack, log)
 
 
 def _check_modes_can_be_set(module: nn.Module) -> None:
@@ -433,7 +440,7 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
     )
 
 
-def warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunLogger) -> None:
+def _warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunLogger) -> None:
     """Warn that a precision layer has no effect: autocast converts float32 alone, and leaves float64 as it is."""
     layer = next((one for one in stack.layers() if one.autocast_dtype is not None), None)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}

@@ -148,15 +148,13 @@ class SupervisedModule(ModuleInterface):
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
-        _check_places(model, loss, unknown)
-        self.model, self.loss, self._may_lack_loss = model, _check_loss(loss), loss is None
-        self.metrics = with_computed(metrics, compute_metrics)
+        self.model, self.loss, self._may_lack_loss = model, _check_loss(model, loss, unknown), loss is None
         self._set_optimizer(optimizer, dict(optimizer_kwargs or {}), named_scheduler(scheduler, scheduler_kwargs))
-        self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
+        self.metrics, self.loss_weight = with_computed(metrics, compute_metrics), _check_loss_weight(loss_weight)
+        self.target_keys, self.forward_fns = target_keys, _check_methods(model, forward_fn, val_forward_fn)
         self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
         self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
-        self.target_keys, self.collate_fn, self.loss_weight = target_keys, collate_fn, _check_loss_weight(loss_weight)
-        self._set_loader_options(train_collate_fn, train_dataloader_kwargs, val_dataloader_kwargs)
+        self._set_loader_options(collate_fn, train_collate_fn, train_dataloader_kwargs, val_dataloader_kwargs)
         self._set_datasets(train_dataset, val_dataset, test_dataset, remove_unused_columns)
 
     def _set_optimizer(self, optimizer: OptimizerSource | None, options: dict[str, Any], scheduler: Any) -> None:
@@ -164,8 +162,9 @@ class SupervisedModule(ModuleInterface):
         self.optimizer, self.optimizer_kwargs, self.scheduler = optimizer, options, scheduler
 
     def _set_loader_options(
-        self, train_collate_fn: Any, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
+        self, collate_fn: Any, train_collate_fn: Any, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
     ) -> None:
+        self.collate_fn = collate_fn
         own = {} if train_collate_fn is None else {"collate_fn": train_collate_fn}
         self.train_dataloader_kwargs, self.val_dataloader_kwargs = own | _without_batch_size(train), dict(val or {})
 
@@ -476,7 +475,8 @@ def _check_places(model: Any, loss: Any, unknown: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"SupervisedModule has no argument {name!r}. {how}")
 
 
-def _check_loss(loss: Any) -> Any:
+def _check_loss(model: Any, loss: Any, unknown: Mapping[str, Any]) -> Any:
+    _check_places(model, loss, unknown)
     if isinstance(loss, type):
         raise ConfigurationError(f"loss is the class {loss.__name__}. Give an object of it: loss={loss.__name__}().")
     if loss is not None and not callable(loss):

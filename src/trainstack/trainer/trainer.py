@@ -28,7 +28,6 @@ from trainstack.trainer.core.module_extras import ModuleExtras
 from trainstack.trainer.core.random_state import seed_everything
 from trainstack.trainer.core.state import RunState, UserState
 from trainstack.trainer.events import Callback, Event, Events
-from trainstack.trainer.misplaced import refuse_trainer_arguments
 from trainstack.trainer.mixins.control import ControlMixin
 from trainstack.trainer.mixins.evaluation import EvaluationMixin
 from trainstack.trainer.mixins.output import OutputMixin
@@ -136,15 +135,11 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         metrics: Any = None,
         **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            refuse_trainer_arguments(type(self), unknown)
-        args = TrainerArguments() if args is None else args
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
-        check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
+        args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
         args = _settled(args, module, metrics)
         trainer_backend = _stack_of(trainer_backend, args, self)
-        if checkpointer is None or args.fast_dev_run:
-            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
+        checkpointer = _checkpointer_of(checkpointer, args)
         self._context = context = RunContext(
             module=module,
             args=args,
@@ -332,8 +327,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 if not run.is_over:
                     run.begin_recording()
                 stopper.stop_if_requested()
-                if self.args.validate_at_start and not state.global_step:
-                    run.evaluator.run_standalone(Stage.VAL, None, log=True, keep_outputs=False)
+                run.validate_at_start()
                 while not run.is_over and run.exhausted_reason is None:
                     run.train_epoch(reporter, self.save_checkpoint, save_every)
         except StopTraining as stop:
@@ -485,6 +479,10 @@ def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner:
         given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
     given.bind(owner)
     return given
+
+
+def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments) -> AbstractCheckpointer:
+    return DefaultCheckpointer(args.placed_checkpointer_args) if given is None or args.fast_dev_run else given
 
 
 def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:

@@ -16,8 +16,9 @@ from trainstack._files import is_address, read_small, real_path
 from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport
-from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest, resolve_pointer
+from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from trainstack.backends.losses import find_loss
 from trainstack.backends.spec import parse_spec, registered_backend
@@ -179,7 +180,7 @@ def collect(
     evidence = Evidence(module, args, source)
     with tempfile.TemporaryDirectory(prefix="trainstack-doctor-") as folder, _messages_into(evidence):
         with ExitStack() as stack:
-            before = copy.deepcopy(module) if _can_copy(module) else None
+            before = _copy_of(module)
             watch = CallWatch()
             watcher = _Watcher(evidence, steps, watch)
             first = FirstLayer(module)
@@ -202,12 +203,13 @@ def collect(
     return evidence
 
 
-def _can_copy(module: ModuleInterface) -> bool:
+def _copy_of(module: ModuleInterface) -> ModuleInterface | None:
+    """A copy with the same data sets; None where the module cannot be copied, such as with an open file."""
+    memo = {id(value): value for value in vars(module).values() if isinstance(value, Dataset | DataLoader)}
     try:
-        copy.deepcopy(module)
-    except Exception:  # such as an open file in an attribute
-        return False
-    return True
+        return copy.deepcopy(module, memo)
+    except Exception:
+        return None
 
 
 def _train(trainer: Trainer, watcher: _Watcher, watch: CallWatch) -> None:
@@ -264,7 +266,7 @@ def _ask_loss(evidence: Evidence, module: ModuleInterface) -> None:
 
 
 def _loss(module: ModuleInterface, batch: Any) -> float:
-    module = copy.deepcopy(module).to(_CPU)
+    module.to(_CPU)
     with random_state_kept():
         outputs = module.train_step(global_step=1, batch=map_tensors(batch, torch.clone), device=_CPU)
     return float(find_loss(outputs).detach())
