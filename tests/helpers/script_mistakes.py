@@ -494,3 +494,34 @@ class Logs(Good):
 
     def _unused_items(self, batch: Any, takers: Any) -> str | None:
         return "the batches have 'mask', which nothing takes. Leave it out of the data set."
+
+
+class KeepsState(Counts):
+    """No mistake: the state is kept, a generator too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        torch.rand(1, generator=self.generator)
+        return super().train_step(global_step, batch, device)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"weights": super().get_state(), "samples": self.seen}
+
+    def update_state(self, state: Any) -> None:
+        if state:
+            super().update_state(state["weights"])
+            self.seen = state["samples"]
+
+
+class Draws(Good):
+    """No mistake: checkpoints keep the generators of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return self.loss((batch[0] + torch.rand(1, generator=self.generator), batch[1]))

@@ -68,7 +68,7 @@ def test_suggested_arguments_exist() -> None:
         assert name not in fields, f"{name} is an argument"
         first = text.replace("=", " ").replace(",", " ").replace(":", " ").replace("(", " ").split()[0]
         known = first in fields or hasattr(ts, first.partition(".")[0])
-        known = known or first in ("it", "its", "nothing", "trainer.export", "trainer.validate", "sampler")
+        known = known or first in ("it", "its", "nothing", "trainer.export", "trainer.validate", "the", "sampler")
         assert known, f"{name}: {text}"
         for kind, argument in written_arguments(text):
             assert argument in inspect.signature(kind).parameters, f"{name}: {text}"

@@ -49,8 +49,9 @@ def test_each_mistake_is_found_and_no_other(kind: type[Good], tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_good_module_has_no_finding(tmp_path: Path) -> None:
-    found = report(Good, tmp_path)
+@pytest.mark.parametrize("kind", [Good, script_mistakes.KeepsState, script_mistakes.Draws])
+def test_a_good_module_has_no_finding(kind: type[Good], tmp_path: Path) -> None:
+    found = report(kind, tmp_path)
     assert not found.findings, "\n".join(found.lines())
     assert (found.steps, found.validated, found.ended) == (3, True, "")
 

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest. Decodes no tensors, and needs no torch."""
+"""Opens checkpoints, also by the files `last` and `best`, and compares every file with its manifest."""
 
 from __future__ import annotations
 

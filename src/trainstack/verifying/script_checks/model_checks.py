@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from trainstack.verifying.script_checks.evidence import Evidence
+from trainstack.trainer import ModuleInterface
+from trainstack.verifying.script_checks.evidence import Evidence, holds_generator
 from trainstack.verifying.script_checks.findings import Found, check
 
 
@@ -78,7 +79,9 @@ def dropout_in_evaluation(evidence: Evidence) -> Iterator[Found]:
 @check("D211", "hint", "state that no checkpoint keeps")
 def state_outside(evidence: Evidence) -> Iterator[Found]:
     """Attributes that change in training, and are in no `state_dict` and no `get_state`."""
-    names = [name for name in evidence.changed if not _is_of_library(evidence, name)]
+    if type(evidence.module).get_state is not ModuleInterface.get_state:  # it may keep them under other names
+        return
+    names = [name for name in evidence.changed if not _is_kept(evidence, name)]
     if names:
         yield (
             f"training changes {', '.join(names[:5])} of the module, which no checkpoint keeps: a resumed run begins "
@@ -88,10 +91,12 @@ def state_outside(evidence: Evidence) -> Iterator[Found]:
         )
 
 
-def _is_of_library(evidence: Evidence, name: str) -> bool:
-    """Whether a class of this library or of torch declares the attribute, or it is private."""
+def _is_kept(evidence: Evidence, name: str) -> bool:
+    """Whether an attribute is of the library or of torch, private, or a generator, which checkpoints keep."""
     owner, _, attribute = name.rpartition(".")
     part = dict(evidence.module.named_modules()).get(owner, evidence.module)
     classes = [kind for kind in type(part).__mro__ if kind.__module__.startswith(("trainstack.", "torch."))]
     declared = {key for kind in classes for key in (*vars(kind), *vars(kind).get("__annotations__", ()))}
+    if holds_generator(getattr(part, attribute, None), 0):
+        return True
     return attribute.startswith("_") or attribute in declared
