@@ -1,4 +1,4 @@
-"""Opens checkpoints, also by the files `last` and `best`, and compares every file with its manifest."""
+"""Opens checkpoints, also by the files `last` and `best`, and compares their files with the manifest, without torch."""
 
 from __future__ import annotations
 

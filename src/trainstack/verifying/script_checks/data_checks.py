@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -187,14 +186,15 @@ def padded_labels(evidence: Evidence) -> Iterator[Found]:
 @check("D113", "hint", "a padding id that is not that of the embedding")
 def other_padding_id(evidence: Evidence) -> Iterator[Found]:
     """Ids at positions that the attention mask leaves out."""
-    known = {one.padding_idx for one in evidence.module.modules() if isinstance(one, nn.Embedding)} - {None}
+    embeddings = [one for one in evidence.module.modules() if isinstance(one, nn.Embedding)]
+    known = {one.padding_idx for one in embeddings if one.padding_idx is not None}
     for batch in evidence.batches[:1]:
         if not isinstance(batch, Mapping) or not known:
             return
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if not isinstance(mask, torch.Tensor) or not isinstance(ids, torch.Tensor) or mask.shape != ids.shape:
             return
-        used: set[Any] = set(ids[mask == 0].unique().tolist())
+        used = set(ids[mask == 0].tolist())
         if used and not used & known:
             yield (
                 f"padded positions have the ids {sorted(used)[:5]}, and the embedding has padding_idx={min(known)}",

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def _validate(trainer: Trainer, evidence: Evidence) -> None:
     evidence.metrics = set(trainer.history.get_metric_names())
 
 
-class _Plain(torch.utils.data.SequentialSampler):  # type: ignore[type-arg]
+class _Plain(torch.utils.data.SequentialSampler):
     """The sampler that the module is given."""
 
 
@@ -279,10 +280,11 @@ def _changed_batches(batch: Any) -> Iterator[tuple[str, Any]]:
         changed = _changed(tensor)
         if changed is None:
             continue
-        yield (
-            _name_of(batch, tensor, position),
-            map_tensors(batch, lambda one, tensor=tensor, changed=changed: changed if one is tensor else one),
-        )
+        yield _name_of(batch, tensor, position), map_tensors(batch, partial(_replaced, tensor, changed))
+
+
+def _replaced(old: Tensor, new: Tensor, one: Tensor) -> Tensor:
+    return new if one is old else one
 
 
 def _name_of(batch: Any, tensor: Tensor, position: int) -> str:
