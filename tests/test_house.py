@@ -18,7 +18,6 @@ from statistics import median
 
 import pytest
 
-import trainstack
 from tests.helpers.costs import least
 from tests.helpers.patience import patience
 
@@ -36,12 +35,12 @@ ORDER = (
     "step_log",
     "trainer/core",
     "trainer/tracking",
-    "trainer/{arg_matching,argument_checks,arguments,plain_arguments,argument_schemas}.py",
+    "trainer/{arg_matching,argument_checks,argument_names,arguments,plain_arguments,argument_schemas}.py",
     "trainer/{recomputation,torch_settings,module_interface,abstract_trainer}.py",
     "trainer/data",
     "trainer/schedulers",
     "trainer/events",
-    "trainer/{run_record,run_files,run_directory,context,module_checks,start_description}.py",
+    "trainer/{run_record,run_files,run_directory,context,misplaced,module_checks,start_description}.py",
     "trainer/reporting",
     "trainer/recording",
     "trainer/evaluation",
@@ -62,8 +61,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 467
-MAX_LINES = 80_000
+MAX_FILES = 484
+MAX_LINES = 83_000
 
 # Modules that `import trainstack` must not load: each costs every process of every run, most runs never use it.
 HEAVY = (

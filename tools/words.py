@@ -148,9 +148,8 @@ def main() -> int:
         print(f"{folder:36} {counts[folder]:5} words {lines[folder]:7} lines {rate:7.2f} in 1,000")
     print(f"{'all':36} {len(found):5} words {lines.total():7} lines {1000 * len(found) / lines.total():7.2f} in 1,000")
     if chosen.check and above:
-        print(
-            f"More than {LIMIT:g} in 1,000 lines: {', '.join(above)}. `python tools/words.py --list {above[0]}` shows the places;"
-        )
+        print(f"More than {LIMIT:g} in 1,000 lines: {', '.join(above)}.")
+        print(f"`python tools/words.py --list {above[0]}` shows the places;")
         print("CONTRIBUTING.md has the words to write instead.")
         return 1
     return 0

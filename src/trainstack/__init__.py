@@ -81,7 +81,9 @@ def __getattr__(name: str) -> Any:
         return [*own, "errors", "__version__", *(public for package in packages for public in package.__all__)]
     found = next((package for package in packages if name in package.__all__), None)
     if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        ready_made = import_module("trainstack.trainer.callbacks")
+        hint = f". Write {__name__}.callbacks.{name}" if name in ready_made.__all__ else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = globals()[name] = getattr(found, name)
     return value
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import FrozenInstanceError, fields
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from trainstack.errors import ConfigurationError
+
+CUTOFF = 0.75
+"""Names that are less alike are not suggested: at the default of difflib, 0.6, `save_every` gives `validate_every`."""
+
+_Class = TypeVar("_Class", bound=type)
 
 
 class SuggestsNames(type):
@@ -29,6 +34,19 @@ class SuggestsNames(type):
             return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
+def explain_frozen(cls: _Class) -> _Class:
+    """A class decorator above `@dataclass(frozen=True)`: an assignment raises an error that gives the call to write."""
+
+    def refuse(self: Any, name: str, value: Any) -> NoReturn:
+        raise FrozenInstanceError(
+            f"{type(self).__name__} cannot be changed. Write dataclasses.replace(args, {name}={value!r}), which "
+            "returns a changed copy."
+        )
+
+    cls.__setattr__ = refuse  # type: ignore[assignment]
+    return cls
+
+
 def check_known_fields(cls: Any, names: Iterable[Any], where: str) -> None:
     """Refuse `names` that are not fields of the dataclass `cls`.
 
@@ -39,7 +57,7 @@ def check_known_fields(cls: Any, names: Iterable[Any], where: str) -> None:
     elsewhere: Mapping[str, str] = getattr(cls, "ALIASES", {})
     for name in names:
         if name not in known:
-            close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(str(name), known, n=1)
+            close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(str(name), known, 1, CUTOFF)
             hint = f"Write {close[0]}." if close else f"The arguments are {', '.join(sorted(known))}."
             raise ConfigurationError(f"{where} has no argument {name!r}. {hint}")
 

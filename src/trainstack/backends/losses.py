@@ -50,11 +50,7 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
         )
     if loss.dim() and (records is None or not loss.shape[0] == loss.numel() == records):
-        or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
-        raise ModuleContractError(
-            f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
-            f"Return its mean over the batch: loss.mean(){or_each}."
-        )
+        raise _shape_error(outputs, loss, records)
     if loss.is_complex():
         raise ModuleContractError(
             f"train_step returned a loss of dtype {loss.dtype}; a loss is a real number. Return its real part or its "
@@ -66,6 +62,24 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             "under torch.no_grad(), and keep requires_grad=True for some parameters."
         )
     return loss.reshape(-1) if loss.dim() else loss
+
+
+def _shape_error(outputs: Any, loss: Tensor, records: int | None) -> ModuleContractError:
+    """The error for a loss that is more than one number."""
+    if isinstance(outputs, tuple | list) and any(_is_scalar(item) for item in outputs[1:]):
+        return ModuleContractError(
+            f"train_step returned a {type(outputs).__name__} whose first item has shape {tuple(loss.shape)}. The "
+            "first item is the loss, which is one number: return (loss, outputs), or a dict with the key 'loss'."
+        )
+    or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
+    return ModuleContractError(
+        f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+        f"Return its mean over the batch: loss.mean(){or_each}."
+    )
+
+
+def _is_scalar(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0
 
 
 def loss_item(outputs: Any) -> Any:

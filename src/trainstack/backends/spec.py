@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainstack._keywords import CUTOFF
 from trainstack.backends.base import VERBS, Slot, TrainerBackend
 from trainstack.backends.decorator import find_skipped
 from trainstack.backends.processes.environment import detect_process_info
@@ -173,21 +174,49 @@ def _tokenize(spec: str) -> list[LayerRecord]:
                 words = words[count:]
                 break
         else:
-            raise BackendSpecError(f"backend {spec!r}: no layer has the name {words[0]!r}. {_suggest(words[0])}")
+            raise BackendSpecError(f"backend {spec!r}: no layer has the name {words[0]!r}. {_suggest(spec, words[0])}")
     return records
 
 
-_OTHER_NAMES = {"fp16": "amp", "float16": "amp", "half": "amp", "mixed": "amp", "bfloat16": "bf16", "cpu": "sp"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("fp16", "float16", "half", "mixed"), "amp"),
+    **dict.fromkeys(("bfloat16", "bf16_mixed"), "bf16"),
+    **dict.fromkeys(("dpp", "ddpp", "ddb", "distributed", "horovod"), "ddp"),
+    **dict.fromkeys(("dpsgd", "dp_sgd", "opacus", "private"), "dp"),
+    **dict.fromkeys(("fsdp2", "deepspeed", "zero", "zero1", "zero2", "zero3", "sharded", "fairscale"), "fsdp"),
+}
+_OTHER_STRINGS = {
+    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "fp16", "16-true"), "sp-amp"),
+    **dict.fromkeys(("bf16-mixed", "bf16-true"), "sp-bf16"),
+    **dict.fromkeys(("32", "32-true", "fp32", "float32", "64", "64-true", "no", "none", "single"), "sp"),
+    **dict.fromkeys(("ddp_spawn", "ddp_fork", "ddp_notebook", "dp2", "ddp_find_unused_parameters_true"), "ddp"),
+    **dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"),
+}
+"""Values of `precision` and `strategy` of Lightning, and of `mixed_precision` of Accelerate, with our strings."""
+_DEVICES = ("cpu", "cuda", "gpu", "mps", "xpu", "tpu", "hpu", "npu", "rocm")
+_NO_SUCH_SPLIT = ("tp", "pp", "ep", "tensor", "pipeline", "tensor_parallel", "pipeline_parallel", "megatron")
 
 
-def _suggest(word: str) -> str:
-    known = sorted(known_layers())
-    alias = _OTHER_NAMES.get(word.lower(), word.lower())
-    if alias in known:
+def _suggest(spec: str, word: str) -> str:
+    """The sentence that says what to write in the place of `word`.
+
+    The private layer is suggested for its other names only: one letter must not make a training private.
+    """
+    known, table = sorted(known_layers()), known_layers()
+    whole, lower = spec.strip().lower(), word.lower()
+    if whole in _OTHER_STRINGS:
+        return f"Write {_OTHER_STRINGS[whole]!r}."
+    device = lower.partition(":")[0]
+    if device in _DEVICES:
+        chosen = "cuda" + lower[len(device) :] if device == "gpu" else lower
+        return f"That is a device. Write backend='sp', device={chosen!r}."
+    if lower in _NO_SUCH_SPLIT:
+        return "No layer splits single operations or stages between devices. Write 'fsdp', which shards the parameters."
+    if (alias := _OTHER_NAMES.get(lower, lower)) in known:
         return f"Did you mean {alias!r}?"
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
-        token for token in known if word and sorted(token) == sorted(word.lower())
-    ]
+    alike = [token for token in known if not table[token].layer.private]
+    close = difflib.get_close_matches(lower, alike, 1, CUTOFF)
+    close = close or [token for token in alike if sorted(token) == sorted(lower)]
     return f"Did you mean {close[0]!r}?" if close else f"The layers are {', '.join(known)}."
 
 

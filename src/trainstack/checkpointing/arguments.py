@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainstack._files import expand_path
-from trainstack._keywords import SuggestsNames
+from trainstack._keywords import SuggestsNames, explain_frozen
 from trainstack.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def _direction_of(name: str) -> Direction | None:
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     """When, where and under which names checkpoints are saved, and from where they are loaded. `""` means not set.

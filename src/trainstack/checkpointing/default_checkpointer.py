@@ -33,17 +33,15 @@ from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.lookup import (
     CheckpointFinder,
-    checkpoints_of_run,
     folder_at,
-    newest_entry,
     refresh_pointers,
     rule_at,
-    with_prefix,
 )
 from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention
 from trainstack.checkpointing.sharded.commit import Ranks, ShardedDirectory, report_part, together, wait_for_parts
 from trainstack.checkpointing.sharded.parts import Layout, pack_rows
+from trainstack.checkpointing.verification import checkpoints_of_run, newest_entry, with_prefix
 from trainstack.checkpointing.writing import Payload, Signer, commit, pack, payload_of, write_begin, write_model
 from trainstack.errors import CheckpointError, CheckpointNotFoundError
 from trainstack.ranks import global_rank

@@ -262,6 +262,10 @@ def _acquire(place: LeasePlace, timeout_s: float, say: Say, is_interrupted: Call
                 place.clear(record)
                 return _Hold(place, record, made)
     except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise CheckpointError(
+                f"output_dir={str(place)!r}: {error.filename or place} is a file. Write the path of a folder."
+            ) from error
         raise CheckpointError(
             f"the directory {place} of the run cannot be owned: {error}. Repair it, or use another output_dir."
         ) from error

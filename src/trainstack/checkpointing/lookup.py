@@ -6,19 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import open_for_reading, real_path
+from trainstack._files import real_path
 from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
     Contents,
-    begin_number,
-    has_its_files,
     has_prefix,
     is_checkpoint_directory,
     name_odd_entries,
@@ -27,7 +24,17 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.checkpointing.reading import read_checkpoint
-from trainstack.checkpointing.verification import hint_of_pickles
+from trainstack.checkpointing.verification import (
+    POINTER_FORMAT,
+    PointerRule,
+    checkpoints_of_run,
+    damaged_begin,
+    hint_of_pickles,
+    of_run,
+    read_beginning,
+    rule_in,
+    with_prefix,
+)
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 
@@ -86,50 +93,6 @@ def read_newest(
     )
 
 
-def with_prefix(contents: Contents, prefix: str) -> list[CheckpointInfo]:
-    """Return the checkpoints with this prefix whose manifest is intact, newest first."""
-    return [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
-
-
-def newest_entry(contents: Contents, prefix: str) -> CheckpointInfo | None:
-    """The newest checkpoint or beginning of a run with this prefix. The directory belongs to its run."""
-    begun = [info for info in contents.begun if begin_number(info.path, prefix) is not None]
-    newest = [*begun[:1], *with_prefix(contents, prefix)[:1]]
-    return max(newest, key=lambda info: info.sequence, default=None)
-
-
-def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | None:
-    """The error of a damaged beginning of a run that is newer than all other entries with this prefix, or None."""
-    newest = newest_entry(contents, prefix)
-    for path, error in contents.broken_begins.items():
-        number = begin_number(path, prefix)
-        if number is not None and (newest is None or number > newest.sequence):
-            return error
-    return None
-
-
-def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
-    """Return the checkpoints of the run `run_id`, or of the run to which the directory belongs, newest first.
-
-    Checkpoints without a run id belong to it if no run began after them.
-    """
-    if run_id is not None:
-        return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
-    newest = newest_entry(contents, prefix)
-    if newest is None or damaged_begin(contents, prefix) is not None:
-        return []
-    own = [info for info in with_prefix(contents, prefix) if info.run_id == newest.run_id]
-    if newest.run_id is not None:
-        return own
-    after = max((info.sequence for info in contents.begun if begin_number(info.path, prefix) is not None), default=-1)
-    return [info for info in own if info.sequence > after]
-
-
-def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
-    """`of_run` of the current content of `directory`."""
-    return of_run(scan(directory), prefix, run_id)
-
-
 def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
     error = damaged_begin(contents, prefix)
     if error is None:
@@ -147,17 +110,8 @@ def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
     )
 
 
-# Only the rule of a pointer (prefix and metric) is used. The checkpoint is searched by the manifests, so that a stale,
-# incomplete or missing pointer has no effect.
-_FORMAT = "trainstack-pointer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PointerRule:
-    """The rule of a pointer: the newest checkpoint with this prefix, or the best one if there is a monitor."""
-
-    file_prefix: str
-    monitor: Monitor | None
+# Only the rule of a pointer (which prefix, which metric) is used. The checkpoint is found again from the manifests, so
+# that a stale, incomplete or missing pointer has no effect.
 
 
 def refresh_pointers(
@@ -187,30 +141,14 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
     return rule
 
 
-def rule_in(path: Path) -> PointerRule | None:
-    """The rule in the file `path`; None if it is not a pointer, or cannot be read."""
-    try:
-        body = json.loads(_beginning(path))
-        prefix, metric = body["file_prefix"], body.get("monitor")
-        if body["format"] != _FORMAT or not isinstance(prefix, str):
-            return None
-        if metric is None:
-            return PointerRule(file_prefix=prefix, monitor=None)
-        if not isinstance(metric, str) or body["mode"] not in ("min", "max"):
-            return None
-        return PointerRule(file_prefix=prefix, monitor=Monitor(name=metric, mode=body["mode"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 def _name(kind: str, prefix: str) -> str:
     """`kind` for the usual prefix; other prefixes in the same directory have separate pointers."""
     return kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}"
 
 
 def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> None:
-    now = _beginning(path) if path.is_file() else None
-    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and _FORMAT.encode() not in now):
+    now = read_beginning(path) if path.is_file() else None
+    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and POINTER_FORMAT.encode() not in now):
         say(logging.DEBUG, f"{path} is not a pointer of trainstack, so it is not replaced.")
     elif data is not None and now != data:
         atomic_write(path, data)
@@ -218,15 +156,9 @@ def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> Non
         filesystem.remove_file(path)
 
 
-def _beginning(path: Path) -> bytes:
-    """The content of a pointer, limited to 64 KiB, because the file may be another, large one."""
-    with open_for_reading(path) as file:
-        return file.read(1 << 16)
-
-
 def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments) -> bytes:
     body: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": POINTER_FORMAT,
         "file_prefix": args.file_prefix,
         "checkpoint": info.path.name,
         "global_step": info.global_step,
@@ -376,22 +308,3 @@ def folder_at(path: Path, prefix: str) -> Path:
     """`path`, or the folder of checkpoints of a run with this `output_dir` if `path` itself contains none."""
     within = path / "checkpoints"
     return within if within.is_dir() and not with_prefix(scan(path), prefix) else path
-
-
-def resolve_pointer(path: Path) -> Path:
-    """`path`, or the checkpoint to which it points if it is a file `last` or `best`.
-
-    Raises:
-        CheckpointNotFoundError: it is such a file, and the checkpoint no longer exists.
-    """
-    rule = rule_in(path)
-    if rule is None:
-        return path
-    run = checkpoints_of_run(path.parent, rule.file_prefix)
-    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
-    if found is None:
-        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
-        raise CheckpointNotFoundError(
-            f"{path} points to the {which} of the checkpoints in its folder, and there is none. Name another one."
-        )
-    return found.path

@@ -19,9 +19,9 @@ from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, Contents, has_its_files, read_entry, version_of
-from trainstack.checkpointing.lookup import checkpoints_of_run, of_run, refresh_pointers
+from trainstack.checkpointing.lookup import refresh_pointers
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
-from trainstack.checkpointing.verification import read_back
+from trainstack.checkpointing.verification import checkpoints_of_run, of_run, read_back
 
 LogFn = Callable[[int, str], None]
 

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest. It decodes no tensors, and does not need torch."""
+"""Opens checkpoints, also by the files `last` and `best`, and compares their files with the manifest, without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainstack._files import local_path
+from trainstack._files import local_path, open_for_reading
 from trainstack.checkpointing import index, manifest
+from trainstack.checkpointing.arguments import Monitor
 from trainstack.checkpointing.checksums import PaceFn, read_file
-from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    Contents,
+    begin_number,
+    has_its_files,
+    has_prefix,
+    info_of,
+    is_checkpoint_directory,
+    read_manifest,
+    scan,
+)
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
 from trainstack.checkpointing.index import FileIndex, check_tensors
@@ -54,7 +66,10 @@ def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
 
 
 def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> None:
-    """Compare all files in `root` with its manifest `content`. Raises as `verify_checkpoint` does."""
+    """Compare all files in `root` with its manifest `content`. Raises as `verify_checkpoint` does.
+
+    For a file `last` or `best`, they are those of the checkpoint to which it points.
+    """
     if content.kind == "begin":
         return
     hashes = read_index(root, content)
@@ -80,7 +95,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         raise CheckpointNotFoundError(f"{root} does not exist. Name the directory of a checkpoint.") from error
     except OSError as error:
         raise CheckpointDamagedError(f"{root} cannot be read: {error}. Load another checkpoint.") from error
-    if not stat.S_ISDIR(status.st_mode):
+    if stat.S_ISREG(status.st_mode) and rule_in(root) is not None:
+        root = resolve_pointer(root)
+    elif not stat.S_ISDIR(status.st_mode):
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
             "(.pt, .pth, .ckpt) are never read implicitly: load_torch_weights(path) reads their weights."
@@ -168,3 +185,101 @@ def rank_count(root: Path, content: Manifest, tree: Mapping[str, Json]) -> int |
         f"{root / manifest.TREE_FILE} is damaged: it has {short(count)} ranks, but the manifest lists the states "
         f"of {len(texts)}. Load another checkpoint."
     )
+
+
+def with_prefix(contents: Contents, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints with this prefix whose manifest is intact, newest first."""
+    return [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+
+
+def newest_entry(contents: Contents, prefix: str) -> CheckpointInfo | None:
+    """The newest checkpoint or beginning of a run with this prefix: The directory belongs to its run."""
+    begun = [info for info in contents.begun if begin_number(info.path, prefix) is not None]
+    newest = [*begun[:1], *with_prefix(contents, prefix)[:1]]
+    return max(newest, key=lambda info: info.sequence, default=None)
+
+
+def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | None:
+    """The error of a damaged beginning of a run that is newer than all other entries with this prefix, or None."""
+    newest = newest_entry(contents, prefix)
+    for path, error in contents.broken_begins.items():
+        number = begin_number(path, prefix)
+        if number is not None and (newest is None or number > newest.sequence):
+            return error
+    return None
+
+
+def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
+    """Return the checkpoints of the run `run_id`, or of the run to which the directory belongs, newest first.
+
+    Checkpoints without a run id belong to it if no run began after them.
+    """
+    if run_id is not None:
+        return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
+    newest = newest_entry(contents, prefix)
+    if newest is None or damaged_begin(contents, prefix) is not None:
+        return []
+    own = [info for info in with_prefix(contents, prefix) if info.run_id == newest.run_id]
+    if newest.run_id is not None:
+        return own
+    after = max((info.sequence for info in contents.begun if begin_number(info.path, prefix) is not None), default=-1)
+    return [info for info in own if info.sequence > after]
+
+
+def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
+    """`of_run` of the current content of `directory`."""
+    return of_run(scan(directory), prefix, run_id)
+
+
+# Only the rule of a pointer (prefix and metric) is used. The checkpoint is searched by the manifests, so that a stale,
+# incomplete or missing pointer has no effect.
+POINTER_FORMAT = "trainstack-pointer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointerRule:
+    """The rule of a pointer: the newest checkpoint with this prefix, or the best one if there is a monitor."""
+
+    file_prefix: str
+    monitor: Monitor | None
+
+
+def rule_in(path: Path) -> PointerRule | None:
+    """The rule in the file `path`; None if it is not a pointer, or cannot be read."""
+    try:
+        body = json.loads(read_beginning(path))
+        prefix, metric = body["file_prefix"], body.get("monitor")
+        if body["format"] != POINTER_FORMAT or not isinstance(prefix, str):
+            return None
+        if metric is None:
+            return PointerRule(file_prefix=prefix, monitor=None)
+        if not isinstance(metric, str) or body["mode"] not in ("min", "max"):
+            return None
+        return PointerRule(file_prefix=prefix, monitor=Monitor(name=metric, mode=body["mode"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def read_beginning(path: Path) -> bytes:
+    """The content of a pointer, limited to 64 KiB, because the file may be another, large one."""
+    with open_for_reading(path) as file:
+        return file.read(1 << 16)
+
+
+def resolve_pointer(path: Path) -> Path:
+    """`path`, or the checkpoint to which it points if it is a file `last` or `best`.
+
+    Raises:
+        CheckpointNotFoundError: it is such a file, and the checkpoint no longer exists.
+    """
+    rule = rule_in(path)
+    if rule is None:
+        return path
+    run = checkpoints_of_run(path.parent, rule.file_prefix)
+    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
+    if found is None:
+        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
+        raise CheckpointNotFoundError(
+            f"{path} points to the {which} of the checkpoints in its folder, and there is none. Name another one."
+        )
+    return found.path

@@ -14,11 +14,11 @@ from torch import nn
 from trainstack._files import local_path
 from trainstack.checkpointing.difference import differences
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.pretrained.companions import exported_state
 from trainstack.checkpointing.pretrained.matching import WarmStartReport, match_weights
 from trainstack.checkpointing.pretrained.reading import folder_of_hub_id, read_file, read_folder
 from trainstack.checkpointing.reading import read_model
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.checkpointing.writing import write_model
 from trainstack.errors import (
     CheckpointError,

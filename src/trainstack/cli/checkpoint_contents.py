@@ -16,9 +16,9 @@ from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.difference import children, describe, differences
 from trainstack.checkpointing.integrity.lineage import Lineage
 from trainstack.checkpointing.integrity.signing import claimed_signer
-from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
 from trainstack.checkpointing.reading import read_states
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.cli.printing import FAILED, print_json, print_line, readable_date, readable_size
 from trainstack.step_log.checkpoint_heads import KEY as STEP_LOG_HEADS
 

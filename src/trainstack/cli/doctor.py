@@ -1,4 +1,4 @@
-"""`trainstack doctor` shows which backend strings work on this machine."""
+"""`trainstack doctor` shows which backend strings work on this machine; `check_script.py` checks scripts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ _EXTRAS = {
 def add(subparsers: Any) -> None:
     """Add the command."""
     about = "print versions, and try backend strings on this machine, each in one step of a small model"
-    parser = subparsers.add_parser("doctor", help=about, description=about)
+    script = (
+        "With FILE.py or FILE.py:MODULE it looks for mistakes in a script instead: `trainstack doctor FILE.py --help`."
+    )
+    parser = subparsers.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}. {script}")
     parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -89,6 +89,11 @@ def _run(words: list[str]) -> int:
     if command == "doctor" and any(word.partition("=")[0] == _CHECKS_DETERMINISM for word in words):
         checked: int = import_module("trainstack.cli.determinism").run(words[1:])
         return checked
+    if command == "doctor":
+        script = import_module("trainstack.cli.check_script")
+        if script.script_in(words[1:]) is not None:
+            diagnosed: int = script.run(words[1:])
+            return diagnosed
     if command in _READ_WORDS:
         code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
         return code

@@ -84,6 +84,15 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
     return makes_module
 
 
+def modules_of_file(file: Path) -> list[str]:
+    """The names of the modules that a file defines; the file is run.
+
+    Raises:
+        ConfigurationError: there is no such file.
+    """
+    return _offers(_run_file(file))
+
+
 def _why_not(made_by: Any, name: str, source: ModuleType) -> str | None:
     """Why a value of `source` does not make a module; None if it may."""
     if isinstance(made_by, type):

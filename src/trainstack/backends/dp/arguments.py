@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from trainstack._keywords import SuggestsNames
+from trainstack._keywords import SuggestsNames, explain_frozen
 from trainstack.backends.dp.accounting import (
     ACCOUNTANTS,
     calibrate_noise,
@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     """The clipping, the noise and the budget of a private run. All of it is public.

@@ -13,7 +13,6 @@ from typing import Literal
 from trainstack._files import read_small
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.lookup import of_run, rule_in
 from trainstack.checkpointing.remote.entries import (
     Entry,
     Listing,
@@ -26,6 +25,7 @@ from trainstack.checkpointing.remote.entries import (
     without_hash,
 )
 from trainstack.checkpointing.remote.store import ObjectStore, require_store
+from trainstack.checkpointing.verification import of_run, rule_in
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _logger = logging.getLogger("trainstack")

@@ -18,7 +18,6 @@ from trainstack.checkpointing import filesystem, manifest, temp_dirs
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, read_entry
 from trainstack.checkpointing.lease import Lease
-from trainstack.checkpointing.lookup import of_run
 from trainstack.checkpointing.remote.entries import (
     Entry,
     Listing,
@@ -31,6 +30,7 @@ from trainstack.checkpointing.remote.entries import (
 )
 from trainstack.checkpointing.remote.leases import BEAT_S, RemoteLeases
 from trainstack.checkpointing.remote.store import ObjectStore
+from trainstack.checkpointing.verification import of_run
 from trainstack.errors import CheckpointDamagedError, CheckpointError, LeaseError
 
 Say = Callable[[int, str], None]

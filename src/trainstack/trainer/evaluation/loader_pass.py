@@ -98,10 +98,10 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     if isinstance(loaders, Tensor) or (
         isinstance(loaders, list | tuple) and any(isinstance(loader, DataLoader) for loader in loaders)
     ):
-        raise ModuleContractError(
-            f"{where} gave a {type(loaders).__name__}. Give several DataLoaders as a dict by name, and a tensor as "
-            "DataLoader(TensorDataset(tensor), batch_size=...)."
-        )
+        what = "A tensor goes into a DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)"
+        if not isinstance(loaders, Tensor):
+            what = 'Several DataLoaders go into a dict by name: return {"a": loader_a, "b": loader_b}'
+        raise ModuleContractError(f"{where} gave a {type(loaders).__name__}. {what}.")
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
         if not isinstance(key, str) or isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
@@ -413,6 +413,9 @@ class LoaderPass:
                         break
         except Exception as error:
             annotate(error, f"in batch {self.batches} of {stage.name.lower()} at global step {step}")
+            if "does not require grad" in str(error):
+                name = f"{stage.name.lower()}_step"
+                annotate(error, f"gradients are off in {name}. Write `with torch.enable_grad():` around that code")
             raise
         self.samples = None if math.isnan(counted) else int(counted)
 
