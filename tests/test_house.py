@@ -18,7 +18,6 @@ from statistics import median
 
 import pytest
 
-import trainstack
 from tests.helpers.costs import least
 from tests.helpers.patience import patience
 
