@@ -64,7 +64,7 @@ def check_parts(
     val_step: Any,
     unknown: Mapping[str, Any],
 ) -> TrainerArguments:
-    """Check the parts of a trainer of the class `kind`; return the arguments. The error names the first invalid part."""
+    """Check the parts of a trainer of the class `kind`; return the arguments. The error names the first wrong part."""
     if unknown:
         refuse_trainer_arguments(kind, unknown)
     args = TrainerArguments() if args is None else args
