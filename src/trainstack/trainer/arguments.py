@@ -213,7 +213,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ALIASES: ClassVar = ALIASES
+    ALIASES: ClassVar[dict[str, str]] = ALIASES
 
     epochs: int = 1
     max_steps: int | float | None = None
