@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs launchers hostile attacks differential dp-table docs lock clean help
+.PHONY: demo test test-fast test-long check wheel bench bench-private bench-peers conformance conformance-peers clients kills campaign mutants two-jobs launchers hostile attacks differential dp-table docs lock clean help
 
 demo: .venv/.stamp ## train, interrupt and resume a small model, and show that the results agree
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -80,6 +80,9 @@ attacks: .venv/.stamp ## attack private training through 54 kinds of user code; 
 
 campaign: .venv/.stamp ## kill modules that keep state in many places, 120 times
 	$(BIN)/python -m tools.kills.campaign $(ARGS)
+
+mutants: .venv/.stamp ## change 200 places of the source at random and count the changes that tests detect; continues after a kill; ARGS="--list"
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 differential: .venv/.stamp ## compare random trainings with a plain loop, bit by bit; ARGS="--cases 500 --seed 3"
 	$(BIN)/python -m tools.differential $(ARGS)
