@@ -74,6 +74,7 @@ def test_each_kind_of_change_is_made(source: str, expected: list[str], tmp_path:
         "x: Literal[1]",
         "x = f'{1 + 2} steps' + name",
         "log.warning('%d', 1)",
+        "x = 'one' if count == 1 else f'{count}'",
         "if TYPE_CHECKING:\n    x = 1",
         "def __repr__(self):\n    return 1",
         "from a import b",

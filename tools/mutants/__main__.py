@@ -44,7 +44,8 @@ PRELOAD = (
     "pytest_timeout",
 )
 EQUIVALENTS = Path(__file__).with_name("equivalents.json")
-TRACE_CAP_S = 120.0
+TRACE_CAP_S = 90.0
+"""Of a test file. Cases of parametrised tests that are not traced then are taken to run the lines of a neighbour."""
 
 
 class Measurement:

@@ -159,7 +159,9 @@ class _Finder:
             self._replace("operator", node, ast.unparse(other))
 
     def _visit_expression(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.JoinedStr, ast.Raise)) or (isinstance(node, ast.Call) and _writes_text(node)):
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _writes_text(node)):
+            return
+        if isinstance(node, ast.IfExp) and _has_text(node.body) and _has_text(node.orelse):
             return
         if isinstance(node, ast.Compare):
             for index, operator in enumerate(node.ops):
@@ -281,7 +283,9 @@ def _writes_text(node: ast.Call) -> bool:
 
 
 def _has_text(node: ast.AST) -> bool:
-    """Whether the expression is a string or joins strings."""
+    """Whether the expression is a string, joins strings, or lists some."""
     if isinstance(node, ast.BinOp):
         return _has_text(node.left) or _has_text(node.right)
+    if isinstance(node, (ast.List, ast.Tuple, ast.IfExp)):
+        return any(_has_text(part) for part in ast.iter_child_nodes(node))
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))

@@ -49,13 +49,13 @@ class Runner:
         Args:
             files: test files, relative to the tree.
             tests: ids of the tests in these files to run, in their order, up to the first failure. None for all tests,
-                but a few cases only of a parametrised one.
+                three cases of each parametrised one first.
             cap_s: the run is killed after this time, in seconds.
             trace: record the lines that each test runs.
 
         Returns:
             Whether the run ended in time, and a dict for each test that ended: "test", "outcome", "seconds", "lines",
-            and "like", the ids of other cases of a parametrised test.
+            and "like", the ids of other cases of a parametrised test, which are likely to run the same lines.
             A run that cannot collect its tests has one failed entry with the test "collection".
         """
         folder = self._tree / "build" / "mutants-run"
@@ -149,8 +149,9 @@ def main() -> None:
     """Serve until the input ends; the arguments name modules to import first."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    for line in sys.stdin:
-        print(json.dumps(_fork(json.loads(line))), flush=True)
+    with suppress(BrokenPipeError):  # the tool was killed
+        for line in sys.stdin:
+            print(json.dumps(_fork(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ ROUNDS = (1, 4)
 """Test files that run the statement, at least, by round: one detects most changes, and few need more than four."""
 MOST_FILES = 10
 """Further down the ranking, files share no more than a frequent name with the change."""
+_ALL_LINES = (1, 10**9)
 _LEFT_OUT = "helpers.costs"
 """Tests that compare CPU times fail at random next to other work."""
 
@@ -66,7 +67,9 @@ class Selection:
                     self._traced[path] = self._trace(path)
                     self._cache.mkdir(parents=True, exist_ok=True)
                     self._cached(path).write_text(json.dumps(self._traced[path]))
-            left = [test for test in self._covering(change) if test["test"] not in given]
+            # Python runs no line for a default of a decorated function, and for some parts of a statement.
+            covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
+            left = [test for test in covering if test["test"] not in given]
             chosen = _in_turns(left, ranking, seconds)
             given |= {test["test"] for test in chosen}
             if chosen:
@@ -90,23 +93,19 @@ class Selection:
         return sorted(self._texts, key=lambda path: (-score(path), path))
 
     def _covering(self, change: Change) -> list[dict[str, Any]]:
-        """Passing tests that run the statement; if no test does, those that run its function or, outside, its file."""
-        path = change.path.removeprefix("src/")
-        for first, last in (change.lines, change.scope or (1, 10**9)):
-            wanted = range(first, last + 1)
-            found = [
-                test
-                for tests in self._traced.values()
-                for test in tests
-                if test["outcome"] == "passed" and any(line in wanted for line in test["lines"].get(path, ()))
-            ]
-            if found:
-                return [
-                    {"test": name, "seconds": test["seconds"]}
-                    for test in found
-                    for name in (test["test"], *test["like"])
-                ]
-        return []
+        """Tests that run the statement; outside functions, those that run a line of its file."""
+        return self._running(change.path, change.lines if change.scope else _ALL_LINES)
+
+    def _running(self, path: str, lines: tuple[int, int]) -> list[dict[str, Any]]:
+        """Passing tests that run one of the lines."""
+        path, wanted = path.removeprefix("src/"), range(lines[0], lines[1] + 1)
+        traced = {test["test"] for tests in self._traced.values() for test in tests}
+        seconds = dict[str, float]()
+        for test in [test for tests in self._traced.values() for test in tests]:
+            if test["outcome"] == "passed" and any(line in wanted for line in test["lines"].get(path, ())):
+                for name in (test["test"], *(name for name in test["like"] if name not in traced)):
+                    seconds[name] = test["seconds"]
+        return [{"test": name, "seconds": taken} for name, taken in seconds.items()]
 
     def _cached(self, path: str) -> Path:
         digest = hashlib.sha256((path + self._texts[path]).encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
 """Plugin of pytest: it runs chosen tests in a given order, and records outcomes and the lines that each test runs.
 
-The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for all, with three
-cases of each parametrised test) and "results" (a file that gets one JSON object a test). `MUTANTS_TRACE` names a
+The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for all, three
+cases of each parametrised test first) and "results" (a file that gets one JSON object a test). `MUTANTS_TRACE` names a
 folder: then all processes of a test append the lines that they run to a file in this folder.
 """
 
@@ -43,7 +43,7 @@ def start_tracing() -> None:
 
     def on_line(frame: FrameType, event: str, argument: object) -> Any:
         line = (frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and line not in seen:
+        if event in ("call", "line") and line not in seen:  # a call counts as the line of `def`, for its defaults
             seen.add(line)
             try:
                 os.write(descriptor, f"{line[0][len(prefix) :]}:{line[1]}\n".encode())
@@ -66,12 +66,12 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        order = self._representatives(items) if self._order is None else self._order
+        order = self._representatives_first(items) if self._order is None else self._order
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in order])
         items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
 
-    def _representatives(self, items: list[pytest.Item]) -> dict[str, int]:
-        """The first and the last case and one between them of each parametrised test, and the others in `_like`."""
+    def _representatives_first(self, items: list[pytest.Item]) -> dict[str, int]:
+        """The order: the first and the last case and one between them of each parametrised test, then the others."""
         functions: dict[str, list[str]] = {}
         for item in items:
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
@@ -79,7 +79,8 @@ class Recorder:
             kept = sorted({0, len(cases) // 2, len(cases) - 1})
             for index, following in zip(kept, [*kept[1:], len(cases)], strict=True):
                 self._like[cases[index]] = cases[index + 1 : following]
-        return {item.nodeid: index for index, item in enumerate(items) if item.nodeid in self._like}
+        others = [item.nodeid for item in items if item.nodeid not in self._like]
+        return {test: index for index, test in enumerate([*self._like, *others])}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
