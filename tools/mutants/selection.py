@@ -24,6 +24,8 @@ MOST_FILES = 5
 _ALL_LINES = (1, 10**9)
 _LEFT_OUT = "helpers.costs"
 """Tests that compare CPU times fail at random next to other work."""
+_FOLDERS_LEFT_OUT = ("tools", "examples")
+"""Tests of the tools and of whole scripts: they take long, and no single promise is their topic."""
 
 Trace = Callable[[str], list[dict[str, Any]]]
 
@@ -41,7 +43,11 @@ class Selection:
         self._snapshot, self._cache, self._trace = snapshot, cache, trace
         texts = {path.relative_to(snapshot).as_posix(): path.read_text() for path in snapshot.glob("tests/**/*.py")}
         self._texts = {path: text for path, text in texts.items() if Path(path).name.startswith("test_")}
-        self._texts = {path: text for path, text in self._texts.items() if _LEFT_OUT not in text}
+        self._texts = {
+            path: text
+            for path, text in self._texts.items()
+            if _LEFT_OUT not in text and Path(path).parts[1] not in _FOLDERS_LEFT_OUT
+        }
         helpers = {path[:-3].replace("/", "."): text for path, text in texts.items() if path not in self._texts}
         self._words = {path: _words(text, helpers) for path, text in self._texts.items()}
         self._frequency = Counter(word for words in self._words.values() for word in words)
@@ -88,7 +94,7 @@ class Selection:
             rare = sum(
                 weight / self._frequency[word] ** 0.5 for word, weight in weights.items() if word in self._words[path]
             )
-            return rare + 0.5 * common + stems
+            return rare + common + stems
 
         return sorted(self._texts, key=lambda path: (-score(path), path))
 
