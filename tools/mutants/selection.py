@@ -121,6 +121,8 @@ class Selection:
 def _words(text: str, helpers: Mapping[str, str]) -> set[str]:
     """Identifiers and imported modules of a test file and of the workers that it imports."""
     workers = re.findall(r"^from (tests\.helpers\.workers\.\w+) import", text, re.MULTILINE)
+    for names in re.findall(r"^from tests\.helpers\.workers import (.+)$", text, re.MULTILINE):
+        workers += [f"tests.helpers.workers.{name}" for name in re.findall(r"\w+", names)]
     text = "\n".join([text, *(helpers.get(worker, "") for worker in workers)])
     words = {word.strip("_") for word in re.findall(r"\w+", text)}
     for module, names in re.findall(r"^\s*from (trainstack[\w.]*) import ([^\n(]+|\([^)]*\))", text, re.MULTILINE):
