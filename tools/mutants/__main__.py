@@ -126,7 +126,9 @@ def main(
     parser.add_argument("--seed", type=int, help="of the sample; without it, that of the run to continue, or a new one")
     parser.add_argument("--only", default="", metavar="PATH", help="only files whose path contains PATH")
     parser.add_argument("--jobs", type=int, default=1, help="changes that are judged at a time (1)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="time of the tests in one round for one change (40)")
+    parser.add_argument(
+        "--seconds", type=float, default=40.0, help="time of the tests in one round for one change (40)"
+    )
     parser.add_argument("--restart", action="store_true", help="copy the source again and forget all results")
     parser.add_argument("--again", action="store_true", help="run the changes again that no test detected")
     parser.add_argument("--list", action="store_true", help="print the changes that no test detected, and run none")
