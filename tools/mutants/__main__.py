@@ -3,7 +3,7 @@
     make mutants                                   200 changes; an interrupted run is continued
     make mutants ARGS="--restart"                  another sample of the current source
     make mutants ARGS="--list"                     the changes that no test detected, as diffs; runs nothing
-    make mutants ARGS="--again"                    run these again, after tests were added
+    make mutants ARGS="--again --seconds 200"      run these again, after tests were added, with more tests
     make mutants ARGS="--only backends/dp"         changes of these files only
 
 A change is a comparison, a constant, a negated condition, and/or, an operator, a deleted statement, a return value or a

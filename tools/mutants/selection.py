@@ -66,8 +66,9 @@ class Selection:
         """
         ranking, given = self.ranking(change), set[str]()
         for wanted in ROUNDS:
-            for path in ranking[:MOST_FILES]:
-                if len(_by_file(self._covering(change))) >= wanted:
+            for position, path in enumerate(ranking[:MOST_FILES]):
+                # Files that were traced for other changes do not count here: each training runs many statements.
+                if len(_by_file(self._covering(change)).keys() & ranking[:position]) >= wanted:
                     break
                 if path not in self._traced:
                     self._traced[path] = self._trace(path)
