@@ -146,6 +146,7 @@ def test_a_trainer_keeps_its_handlers_after_the_end_of_another(
         thread.start()
         thread.join()
     gc.collect()
+    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL, "the signal would kill the process"
     with pytest.raises(ts.Preempted, match=r"stopped by SIGUSR1 outside of train\(\)"):
         send(signal.SIGUSR1)()
     ((left, trainer),) = trainers.items()
