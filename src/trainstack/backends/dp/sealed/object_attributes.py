@@ -96,8 +96,8 @@ class ClassAttributes(MutableMapping[str, Any]):
         type.__delattr__(self._kind, key)
 
     def __iter__(self) -> Iterator[str]:
-        held = vars(self._kind).items()
-        return iter([key for key, value in held if not key.startswith("__") and _is_data(type(value))])
+        held = [(key, value) for key, value in vars(self._kind).items() if not key.startswith("__")]
+        return iter([key for key, value in held if _is_data(type(value))])  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(list(iter(self)))
