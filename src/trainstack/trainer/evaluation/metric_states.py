@@ -23,6 +23,7 @@ from trainstack.trainer.core.state_tree import copied, same
 
 # torchmetrics 1.9.0: the functions behind dist_reduce_fx, by name
 _KINDS = {"dim_zero_sum": "sum", "dim_zero_max": "max", "dim_zero_min": "min", "dim_zero_cat": "cat"}
+_PLAIN = (str, int, float, list, tuple, dict, set, frozenset, deque, Tensor, np.ndarray, Enum, type(None))
 _OF_EACH_UPDATE = {"_update_count", "_computed"}
 
 
@@ -166,5 +167,4 @@ def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether a change of the content shows in a comparison with a copy."""
-    containers = list | tuple | dict | set | frozenset | deque
-    return isinstance(value, str | int | float | containers | Tensor | np.ndarray | Enum | None)
+    return isinstance(value, _PLAIN)
