@@ -121,7 +121,7 @@ class TestWarmStart:
         assert report.source == str(tmp_path / f"checkpoint-00000000{int(value)}")
         for info in list_checkpoints(tmp_path):
             shutil.rmtree(info.path)
-        with pytest.raises(CheckpointNotFoundError, match=f"{pointer} stands for .*there is none"):
+        with pytest.raises(CheckpointNotFoundError, match=f"{pointer} points to .*there is none"):
             ts.warm_start(model, tmp_path / pointer)
 
     def test_a_file_that_is_called_best_and_holds_tensors(self, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_suggested_arguments_exist() -> None:
 
 @pytest.mark.parametrize("name", ["sabe_every", "xyz", "train_steps_each_epoch_please"])
 def test_a_name_that_is_not_alike_gets_no_suggestion(name: str) -> None:
-    with pytest.raises(ts.ConfigurationError, match="There are activation_checkpointing, "):
+    with pytest.raises(ts.ConfigurationError, match="The arguments are activation_checkpointing, "):
         ts.TrainerArguments(**{name: 1})
 
 
@@ -100,7 +100,7 @@ def test_a_name_that_is_not_alike_gets_no_suggestion(name: str) -> None:
         ("gpu", "That is a device. Write backend='sp', device='cuda'."),
         ("cuda:1", "That is a device. Write backend='sp', device='cuda:1'."),
         ("tp", "Write 'fsdp', which shards the parameters."),
-        ("qq", "There are amp, amp-apex, bf16, ddp, dp, fsdp, sp"),
+        ("qq", "The layers are amp, amp-apex, bf16, ddp, dp, fsdp, sp"),
     ],
 )
 def test_a_backend_string_of_another_library_is_translated(given: str, sentence: str) -> None:

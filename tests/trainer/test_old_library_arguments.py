@@ -237,7 +237,7 @@ def test_arguments_of_a_run_and_loops_are_refused_where_they_do_not_belong(tmp_p
     for name, message in {
         "max_train_steps_per_epoch": r"dataclasses\.replace\(trainer\.args, max_train_steps_per_epoch",
         "num_epochs": "write epochs",
-        "train_dataset": "data belong to the module",
+        "train_dataset": "write it as the data set of the loaders that the module returns",
     }.items():
         with pytest.raises(ts.ConfigurationError, match=message):
             trainer.train(**{name: 1})  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def add(subparsers: Any) -> None:
     script = (
         "With FILE.py or FILE.py:MODULE it looks for mistakes in a script instead: `trainstack doctor FILE.py --help`."
     )
-    parser = subparsers.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}. {script}")
+    parser = subparsers.add_parser("doctor", help=about, description=about, epilog=script)
     parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

@@ -30,7 +30,7 @@ def check_module(kind: type, module: Any, args: Any) -> None:
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         wrap = "" if isinstance(module, type) or not isinstance(module, nn.Module) else _WRAP
         raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Give it an instance of a class derived from ModuleInterface{wrap}."
+            f"Trainer(module=...) was given {what}. Write an instance of a class derived from ModuleInterface{wrap}."
         )
     if "_parameters" not in vars(module):
         name = type(module).__name__

@@ -159,7 +159,7 @@ def test_arrays_for_an_epoch_have_its_length(kind: str, kept: bool, tmp_path: Pa
     options: Any = {"directory": str(tmp_path), "train_batch_size": 4, "epochs": 3}
     make = of_curriculum(kind, kept=kept)
     if kind != "several" and not kept:
-        with pytest.raises(ts.ModuleContractError, match=r"[Mm]ake (it|the sampler) in get_train_dataloader"):
+        with pytest.raises(ts.ModuleContractError, match=r"[Cc]reate (it|the sampler) in get_train_dataloader"):
             run(make, **options)
         return
     seen = run(make, combine_loaders="min" if kind == "several" else None, **options)["seen"]

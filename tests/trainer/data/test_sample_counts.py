@@ -215,7 +215,7 @@ def test_doubtful_batches_are_warned_about_once(tmp_path: Path, caplog: pytest.L
         train(TimeFirst(), tmp_path, epochs=2)
     said = [record.getMessage() for record in caplog.records if "first dimensions" in record.getMessage()]
     assert said == [said[0]] * 2, "once in training and once in validation"
-    assert "(6, 2): the batch counts as 6 samples" in said[0]
+    assert "(6, 2): the first of them is used, so the batch counts as 6 samples" in said[0]
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])

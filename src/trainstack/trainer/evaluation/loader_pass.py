@@ -100,7 +100,7 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     ):
         what = "A tensor goes into a DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)"
         if not isinstance(loaders, Tensor):
-            what = 'Several DataLoaders go into a dict by name: return {"a": loader_a, "b": loader_b}'
+            what = 'Give several DataLoaders as a dict by name: return {"a": loader_a, "b": loader_b}'
         raise ModuleContractError(f"{where} gave a {type(loaders).__name__}. {what}.")
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
