@@ -173,7 +173,7 @@ def test_a_run_whose_first_checkpoint_is_gone_is_refused(tmp_path: Path) -> None
         places.append(record(tmp_path / maker.__name__, maker(), resume=begin, epochs=2))
         for info in checkpoints_of(places[-1]):
             shutil.rmtree(info.path)
-    with pytest.raises(ts.ConfigurationError, match=r"cannot be replayed from step 5: .* Leave out the target"):
+    with pytest.raises(ts.ConfigurationError, match=r"cannot be replayed from step 5: .* Remove the target"):
         compared(*places, plain_module, bit_module)
 
 

@@ -67,7 +67,7 @@ class Amp(AbstractTrainerBackendDecorator):
         if "enabled" in scaler_options:
             raise ConfigurationError(
                 f"amp: enabled={scaler_options['enabled']!r}: the backend string says whether the loss is scaled. "
-                f"Leave it out, or leave 'amp' out of the string: backend={inner.spec!r}."
+                f"Remove it, or remove 'amp' from the string: backend={inner.spec!r}."
             )
         self._scaler_options = scaler_options
         self.scaler = _JointScaler("cpu", **scaler_options)

@@ -300,7 +300,7 @@ def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"amp-apex: opt_level={opt_level!r}: write one of {', '.join(map(repr, LEVELS))}.")
     for name, value in options.items():
         if name in _NOT_OPTIONS:
-            raise ConfigurationError(f"amp-apex: {name} is not yours to choose: {_NOT_OPTIONS[name]} Leave it out.")
+            raise ConfigurationError(f"amp-apex: {name} is not yours to choose: {_NOT_OPTIONS[name]} Remove it.")
         if name not in OPTIONS:
             close = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"There are opt_level, {', '.join(OPTIONS)}."

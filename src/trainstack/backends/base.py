@@ -402,7 +402,7 @@ class TrainerBackend(ABC):
         if "global_step_completed" in state:
             raise CheckpointMismatchError(
                 "the state has counters of a PyMarlin backend: global_step_completed. A trainer keeps them, as "
-                "trainer.state.global_step and trainer.state.batches; leave them out."
+                "trainer.state.global_step and trainer.state.batches; remove them."
             )
         mine = {layer.name: layer for layer in self.layers() if layer.get_layer_state() is not None}
         foreign, missing = sorted(set(state) - set(mine)), sorted(set(mine) - set(state))

@@ -41,7 +41,7 @@ _UNUSED_SPARSE = (
 )
 
 _STATIC = "backend_options={'ddp': {'static_graph': True}}"
-_NOT_STATIC = "Leave static_graph out"
+_NOT_STATIC = "Remove static_graph"
 
 
 @register_layer("ddp", slot=Slot.PROCESS)

@@ -128,7 +128,7 @@ class FSDP(JoinsProcesses):
         if dtype is None:
             raise ConfigurationError(
                 f"backend {self.spec!r} with low_precision_gather=True: no layer lowers the precision of operations. "
-                f"Write '{self.spec}-bf16', or leave low_precision_gather out."
+                f"Write '{self.spec}-bf16', or remove low_precision_gather."
             )
         return dtype
 

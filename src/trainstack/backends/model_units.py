@@ -39,7 +39,7 @@ def find_units(module: nn.Module, named: Sequence[Unit] | None = None, *, option
         parameter, units = shared
         raise ConfigurationError(
             f"{option}: the parameter {parameter!r} is shared by {' and '.join(units)}. A parameter belongs to one "
-            "unit. Leave them out, so that it belongs to the part around both."
+            "unit. Remove them, so that it belongs to the part around both."
         )
     return chosen
 

@@ -94,7 +94,7 @@ def _node_range(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
     if node_rank is not None and not 0 <= node_rank < most:
         raise ConfigurationError(
             f"node_rank={node_rank}, nnodes={nnodes!r}: machines are counted from 0, where rdzv_endpoint is. "
-            f"Write a number from 0 to {most - 1}, or leave it out to have it found out."
+            f"Write a number from 0 to {most - 1}, or remove it: it is then found automatically."
         )
     return least, most
 

@@ -144,7 +144,7 @@ def _replay(task: ReplayTask, span: Span, place: Path, say: Callable[[str], None
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{run.folder} cannot be replayed from step {part.first}: it was resumed from step {leg.base}, and no "
-                "checkpoint before that step is left. Leave out the target: the step logs alone are compared then."
+                "checkpoint before that step is left. Remove the target: the step logs alone are compared then."
             ) from error
         say(f"{run.folder}:")
         found[folder / "run"] = task.replay_leg(leg, part, folder, say, mode="full")

@@ -175,7 +175,7 @@ class ReplayTask:
         size = self._size(leg)
         if size > 1 and not joins:
             raise ConfigurationError(
-                f"nproc={size}: the run trained with backend {args.backend!r}, in one process. Leave nproc out."
+                f"nproc={size}: the run trained with backend {args.backend!r}, in one process. Remove nproc."
             )
         threads = leg.start.description.get("environment", {}).get("cpu threads", "")
         exact = size == leg.start.world_size

@@ -135,7 +135,7 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
         features = args.backend.split("-")[1:]
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "
-            f"such as {'-'.join(['ddp', *features])!r}, or leave nproc out."
+            f"such as {'-'.join(['ddp', *features])!r}, or remove nproc."
         )
     if not args.checkpointer_args.checkpoint:
         raise ConfigurationError(

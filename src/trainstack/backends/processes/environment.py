@@ -219,7 +219,7 @@ def _check_init_method(args: DistributedTrainingArguments) -> None:
     _check(
         args.init_method == "env://",
         f"init_method={args.init_method!r}: the processes meet at master_addr and master_port, or at the variables "
-        "MASTER_ADDR and MASTER_PORT. Write these, and leave init_method out.",
+        "MASTER_ADDR and MASTER_PORT. Write these, and remove init_method.",
     )
 
 

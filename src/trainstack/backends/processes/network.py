@@ -75,7 +75,7 @@ def choose_interface(hosts: Sequence[str], one_host: bool, address: str, environ
         if missing:
             raise ConfigurationError(
                 f"{VARIABLE}={chosen}: {socket.gethostname()} has no interface {missing[0]!r}. Write one of its "
-                f"interfaces, or leave the variable out: {listed}."
+                f"interfaces, or remove the variable: {listed}."
             )
         return None
     if one_host:

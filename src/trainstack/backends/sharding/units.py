@@ -94,7 +94,7 @@ def _problem(parameter: nn.Parameter) -> str | None:
         return "it has no dimension. Make it 1-dimensional: nn.Parameter(torch.zeros(1))."
     if not parameter.is_contiguous():
         return (
-            "its memory is not contiguous (channels_last, a transposed view). Leave channels_last out, or assign "
+            "its memory is not contiguous (channels_last, a transposed view). Remove channels_last, or assign "
             "nn.Parameter(weight.contiguous())."
         )
     if parameter.is_complex():
