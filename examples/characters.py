@@ -3,11 +3,11 @@
     python examples/characters.py
     python examples/characters.py --micro-batch 8
 
-The text comes with Python itself: the help topics that `help("for")` shows. A sample is a paragraph, and paragraphs
-differ in length: a batch of 32 holds two or three thousand characters, the rest is padding. `batch_weight` says
-how many characters count, and so both commands train the same model, although the second cuts each batch into four.
+The text is part of Python: the help topics of `help("for")`. A sample is a paragraph. Paragraphs differ in length, so
+a batch of 32 has two or three thousand characters, and the rest is padding. `batch_weight` returns the number of
+characters. Both commands therefore train the same model, although the second splits each batch into four.
 
-Start a command again after an interruption, and it goes on where it was.
+If a command was interrupted, start it again: it continues from the newest checkpoint.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from trainstack import (
 )
 
 LONGEST = 128  # characters; longer paragraphs are cut
-PADDING, BEGIN, END = 0, 2, 3  # control characters of ASCII, which no text holds
+PADDING, BEGIN, END = 0, 2, 3  # control characters of ASCII that are in no text
 
 
 def paragraphs(texts):
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.characters, self.places = nn.Embedding(128, width), nn.Embedding(LONGEST, width)
         for table in (self.characters, self.places):
-            nn.init.normal_(table.weight, std=0.02)  # with torch's 1.0 it would take much longer to learn who is near
+            nn.init.normal_(table.weight, std=0.02)  # torch's 1.0 takes much longer to train
         layer = nn.TransformerEncoderLayer(
             width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
@@ -67,19 +67,21 @@ class Transformer(nn.Module):
     def forward(self, text):
         length = text.shape[1]
         hidden = self.characters(text) + self.places(torch.arange(length, device=text.device))
-        later = torch.ones(length, length, dtype=torch.bool, device=text.device).triu(1)  # nobody looks ahead
+        later = torch.ones(length, length, dtype=torch.bool, device=text.device).triu(
+            1
+        )  # True: hidden, because it comes later
         return self.scores(self.layers(hidden, mask=later, is_causal=True))
 
 
 class Writer(ModuleInterface):
-    """Which character comes next?"""
+    """Predicts the next character."""
 
     def __init__(self, width, layers):
         super().__init__()
         self.model = Transformer(width, layers)
         texts = [text for _, text in sorted(topics.items())]
         self.train_data: Any = paragraphs(text for number, text in enumerate(texts) if number % 10)
-        self.val_data: Any = paragraphs(texts[::10])  # whole topics, so that nothing of them has been seen
+        self.val_data: Any = paragraphs(texts[::10])  # whole topics, so that no part of them is in the training data
 
     def get_train_dataloader(self, sampler, batch_size):
         return DataLoader(self.train_data, batch_size, sampler=sampler(self.train_data), collate_fn=pad)
@@ -97,11 +99,11 @@ class Writer(ModuleInterface):
     val_step = train_step
 
     def batch_weight(self, batch):
-        """What the loss is a mean over: the characters to be guessed that are no padding."""
+        """The number of characters to predict, without padding: the loss is a mean over them."""
         return int((batch[:, 1:] != PADDING).sum())
 
     def write(self, begin, temperature=0.8, seed=0):
-        """Go on after `begin` until the paragraph is over."""
+        """Continue `begin` until the end of the paragraph."""
         generator = torch.Generator().manual_seed(seed)
         text = [BEGIN, *begin.encode("ascii")]
         while len(text) < LONGEST and text[-1] != END:
@@ -115,11 +117,11 @@ class Writer(ModuleInterface):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a small character-level transformer on Python's help topics.")
     parser.add_argument("--backend", default="sp", help="sp, sp-bf16, ddp, ... (default: sp)")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--max-steps", type=int, help="end after so many updates, whatever --epochs says")
+    parser.add_argument("--max-steps", type=int, help="the number of updates, instead of --epochs")
     parser.add_argument("--micro-batch", type=int, default=32, help="paragraphs that fit into memory (default: 32)")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)

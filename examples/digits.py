@@ -3,8 +3,8 @@
     python examples/digits.py --backend sp-bf16 --epochs 8
     python examples/digits.py --backend sp-bf16 --epochs 8 --resume
 
-Interrupt the first command whenever you like (Ctrl-C, kill -9, a power cut): the second goes on from the newest
-checkpoint and ends with the same weights, bit for bit, as if nothing had happened.
+Interrupt the first command at any moment (Ctrl-C, kill -9, a power cut). The second continues from the newest
+checkpoint and ends with the weights of a run without an interruption, bit for bit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, T
 
 
 class ShiftedDigits(Dataset):
-    """Images moved by up to one pixel, another way in every epoch."""
+    """Images that move by up to one pixel, in another direction in each epoch."""
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -37,7 +37,7 @@ class ShiftedDigits(Dataset):
 
 
 class Digits(ModuleInterface):
-    """The whole task: model, data, optimizer, and what happens with a batch."""
+    """The whole task: model, data, optimizer, and the steps for a batch."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Digits(ModuleInterface):
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):
         optimizer = torch.optim.AdamW(self.parameters(), lr=2e-3)
-        steps = estimated_global_steps_per_epoch * epochs
+        steps = self.plan.total_steps  # exact; estimated_global_steps_per_epoch is an upper bound
         return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)]
 
     def train_step(self, global_step, batch, device):
@@ -79,7 +79,7 @@ class Digits(ModuleInterface):
 
 
 def fingerprint(module):
-    """A hash of every bit of the weights."""
+    """The first 16 digits of a SHA-256 over all bits of the weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(name.encode())
@@ -88,7 +88,7 @@ def fingerprint(module):
 
 
 def train(backend, epochs, output_dir, resume=False, **options):
-    """Train once; returns the trainer, whose `module` and `history` tell how it went."""
+    """Train once; returns the trainer, which has the trained `module` and the `history`."""
     seed_everything(0)
     args = TrainerArguments(
         backend=backend,
@@ -108,13 +108,15 @@ def train(backend, epochs, output_dir, resume=False, **options):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a small network on handwritten digits.")
     parser.add_argument("--backend", default="sp", help="how to train: sp, sp-bf16, sp-amp (default: sp)")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/digits"))
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ... (default: auto)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the output folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in the output folder"
+    )
     given = parser.parse_args()
     trainer = train(given.backend, given.epochs, given.output_dir, given.resume, device=given.device)
     print(f"validation accuracy {trainer.history.get_latest_metric('val/accuracy'):.1%}")

@@ -2,11 +2,11 @@
 
     python examples/distillation.py
 
-Three trainings on scikit-learn's handwritten digits: a teacher that sees the labels of 1437 images; a small student
-that sees those of 100; and the same student on all images, with the teacher's scores and no label. The first two need
-no class of their own, and the third changes one step.
+Three trainings on scikit-learn's handwritten digits: a teacher on 1437 images with labels, a small student on 100 of
+them, and the same student on all images with the teacher's scores instead of labels. The first two need no new class,
+and the third changes one step.
 
-Start the command again after an interruption, and it goes on where it was.
+If the command was interrupted, start it again: it continues from the newest checkpoint.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LABELLED, TRAINING = 100, 1437  # the other 360 of the 1797 images are for valid
 
 
 class Accuracy:
-    """The share of right guesses. Metrics of torchmetrics fit here as well."""
+    """The share of correct answers. Metrics of torchmetrics can be used in its place."""
 
     def reset(self):
         self.right = self.all = 0
@@ -60,7 +60,7 @@ def make_student():
 
 
 def supervised(model, train_data, val_data, kind=SupervisedModule, **more):
-    """The module for `model`: what all three trainings have in common."""
+    """The module for `model`, with the settings of all three trainings."""
     return kind(
         model,
         nn.CrossEntropyLoss(),
@@ -120,7 +120,7 @@ def train(name, make_module, given, epochs):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Distil a network that reads digits into one of a tenth its size.")
     parser.add_argument("--backend", default="sp", help="sp, sp-bf16, ddp, ... (default: sp)")
     parser.add_argument("--epochs", type=int, default=20)

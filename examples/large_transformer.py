@@ -1,13 +1,13 @@
-"""Fine-tune a transformer that one process has no room for. Copy this file and change it.
+"""Fine-tune a transformer that does not fit into one process. Copy this file and change it.
 
     torchrun --nproc-per-node 2 examples/large_transformer.py
     trainstack plan examples/large_transformer.py:seven_billion --backend fsdp --world 8
 
 Each process keeps a part of the parameters, gradients and optimizer states. The model is built on the meta device, so
-that no process ever holds it whole, and gets its weights from a folder of `save_pretrained`, one tensor at a time. Here
-the model is small, and the folder is written first, with random weights; give `--pretrained` a folder with a real one.
+that no process holds all of it, and gets its weights from a folder of `save_pretrained`, one tensor at a time. Here the
+model is small, and the script writes the folder with random weights. `--pretrained` takes a folder with a real model.
 
-The text comes with Python itself: the help topics that `help("for")` shows. It needs `pip install transformers`.
+The text is part of Python: the help topics of `help("for")`. It needs `pip install transformers`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LENGTH = 64  # characters of a sample
 
 
 class FineTune(ModuleInterface):
-    """Which character comes next? Characters are ids from 0 to 127, and the loss is the model's own."""
+    """Predicts the next character. Characters are ids from 0 to 127, and the model computes the loss."""
 
     def __init__(self, config):
         super().__init__()
@@ -83,7 +83,7 @@ def write_pretrained(folder):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Fine-tune a transformer whose parameters are sharded.")
     parser.add_argument("--backend", default="fsdp", help="fsdp, fsdp-bf16, ddp, sp, ... (default: fsdp)")
     parser.add_argument("--pretrained", type=Path, help="a folder of save_pretrained (default: one is written)")

@@ -3,12 +3,12 @@
     python examples/multitask.py
     python examples/multitask.py --hidden-weight 0
 
-Only 50 of scikit-learn's handwritten digits have a label here. In the others half of the pixels are hidden, and a
-second task is to fill them in: that needs no labels, and the layers that both tasks share learn from it as well. The
-second command leaves it out, for comparison.
+Only 50 of scikit-learn's handwritten digits have a label here. In the others half of the pixels are hidden, and the
+second task is to predict them. That needs no labels, and it trains the layers that both tasks share. The second command
+trains without this task, for comparison.
 
-Muon steps the weight matrices of the shared layers, AdamW steps everything else. Start a command again after an
-interruption, and it goes on where it was: with both optimizers, at the same samples.
+Muon updates the weight matrices of the shared layers, AdamW all other parameters. If a command was interrupted, start
+it again: it continues with both optimizers at the same samples.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Columns(Dataset):
 
 
 class TwoTasks(ModuleInterface):
-    """Which digit is it? Which pixels are hidden?"""
+    """Predicts the digit and the hidden pixels."""
 
     def __init__(self, hidden_weight):
         super().__init__()
@@ -105,7 +105,7 @@ class TwoTasks(ModuleInterface):
         return digits + self.hidden_weight * pixels
 
     def val_step(self, global_step, batch, device):
-        """Runs for both loaders; what is in a batch tells which one it is from."""
+        """Runs for both loaders; the items of a batch show its loader."""
         return self.digit_loss(batch) if "digit" in batch else self.pixel_loss(batch)
 
     def on_end_val_epoch(self, global_step, losses, correct=None, key="default"):
@@ -114,7 +114,7 @@ class TwoTasks(ModuleInterface):
 
 
 def main():
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description="Train one network on two tasks, with two optimizers.")
     parser.add_argument("--backend", default="sp", help="sp, sp-bf16, ddp, ... (default: sp)")
     parser.add_argument("--epochs", type=int, default=20)

@@ -1,12 +1,12 @@
-"""Train with differential privacy, and see what it costs: AUC and accuracy against epsilon.
+"""Train with differential privacy, and measure its cost: AUC and accuracy against epsilon.
 
     python examples/private.py
     python examples/private.py --data insurance --epsilons 3 1 --epochs 5 --runs 1
 
 Two real data sets, each trained without privacy and within several budgets: 16,000 person-years of the RAND Health
-Insurance Experiment (will somebody see a doctor this year?) and scikit-learn's handwritten digits. The first is large
-enough for privacy to cost next to nothing; the second is not, and shows it. Noise is drawn anew in every run, so each
-budget is trained in several times. It takes one to two minutes.
+Insurance Experiment (does a person see a doctor this year?) and scikit-learn's handwritten digits. On the first,
+privacy costs almost no accuracy, because it is large. On the second, it costs a lot. Each run draws new noise, so the
+script trains several times for each budget. It takes one to two minutes.
 """
 
 import argparse
@@ -33,8 +33,8 @@ from trainstack import (
 )
 from trainstack.auditing import audit, audit_module
 
-# What each column is divided by, before anything else. The numbers follow from what the columns mean, such as the
-# logarithm of a percentage: public constants. Means and deviations of the rows would be a release of private data.
+# The divisor of each column. The numbers follow from the meaning of the columns, such as the logarithm of a percentage,
+# so they are public constants. Means and deviations of the rows would be a release of private data.
 INSURANCE_SCALES = {
     "lncoins": 5,  # ln(1 + coinsurance in percent)
     "idp": 1,  # has an individual deductible plan, 0 or 1
@@ -49,7 +49,7 @@ INSURANCE_SCALES = {
 
 
 class Insurance(ModuleInterface):
-    """Will this person see a doctor this year? A row is a person-year: privacy here is that of a row."""
+    """Predicts whether a person sees a doctor this year. A row is a person-year, and privacy is that of a row."""
 
     metric, guessing = "AUC", 0.5
     batch_size, epochs, delta = 1000, 10, 1e-5
@@ -86,7 +86,7 @@ class Insurance(ModuleInterface):
 
 
 class Digits(Insurance):
-    """Which digit is it? The same steps, with another model and another metric."""
+    """Predicts a digit, by the same steps, with another model and another metric."""
 
     metric, guessing = "accuracy", 0.1
     batch_size, epochs, delta = 256, 30, 1e-4
@@ -112,7 +112,7 @@ def split(inputs, labels, train):
 
 
 def arguments(name, epsilon, output_dir, epochs=None, device="auto"):
-    """How `name` is trained: within `epsilon`, or without privacy if it is None."""
+    """The arguments for `name`: within `epsilon`, or without privacy if it is None."""
     task = TASKS[name]
     private = None
     if epsilon is not None:
@@ -163,8 +163,8 @@ def compare(name, given):
 
 
 def main():
-    """Train as the command line says."""
-    parser = argparse.ArgumentParser(description="Train with differential privacy, and see what it costs.")
+    """Train with the options of the command line."""
+    parser = argparse.ArgumentParser(description="Train with differential privacy, and measure its cost.")
     parser.add_argument("--data", choices=TASKS, nargs="+", default=list(TASKS), help="default: both")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[8.0, 3.0, 1.0, 0.5], help="default: 8 3 1 0.5")
     parser.add_argument("--runs", type=int, default=5, help="private runs for each epsilon (default: 5)")

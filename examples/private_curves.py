@@ -1,4 +1,4 @@
-"""Draw what privacy costs, with matplotlib."""
+"""Draw the cost of privacy, with matplotlib."""
 
 from statistics import fmean
 
@@ -12,8 +12,8 @@ from matplotlib import pyplot as plt
 def draw_costs(picture, tasks):
     """Write `picture`: one panel a task, its metric against epsilon, and a line for training without privacy.
 
-    `tasks` has for each title the metric's name, its value without privacy, what guessing would give, and pairs of
-    (epsilon spent, values of several runs): drawn are their mean, and the lowest to the highest.
+    `tasks` has for each title the metric's name, its value without privacy, its value for guesses, and pairs of
+    (epsilon spent, values of several runs). The picture has their mean and their range.
     """
     figure, panels = plt.subplots(1, len(tasks), figsize=(5.2 * len(tasks), 4), layout="constrained", squeeze=False)
     for axes, (title, (metric, without, guessing, points)) in zip(panels[0], tasks.items(), strict=True):

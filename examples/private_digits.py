@@ -4,10 +4,10 @@
     python examples/private_digits.py --epsilon 1 --runs 6
 
 scikit-learn's digits are a small data set for private training: a network on pixels with batches of 64 reaches an
-accuracy of about 0.53 at epsilon 3. Three changes make up for it. Histograms of oriented gradients are a fixed function
+accuracy of about 0.53 at epsilon 3. Three changes improve it. Histograms of oriented gradients are a fixed function
 of each image and cost no privacy. A linear model on top has 1,290 parameters, which get little noise. A batch of a
-third of the data has more signal at the same epsilon. The plan prints the signal-to-noise ratio. Noise is drawn anew in
-each run, so the example prints mean and spread. It takes about ten seconds.
+third of the data has more signal at the same epsilon. The plan prints the signal-to-noise ratio. Each run draws new
+noise, so the example prints mean and spread. It takes about ten seconds.
 """
 
 import argparse

@@ -18,7 +18,6 @@ from statistics import median
 
 import pytest
 
-import trainstack
 from tests.helpers.costs import least
 from tests.helpers.patience import patience
 
@@ -36,12 +35,12 @@ ORDER = (
     "step_log",
     "trainer/core",
     "trainer/tracking",
-    "trainer/{arg_matching,argument_checks,arguments,plain_arguments,argument_schemas}.py",
+    "trainer/{arg_matching,argument_checks,argument_names,arguments,plain_arguments,argument_schemas}.py",
     "trainer/{recomputation,torch_settings,module_interface,abstract_trainer}.py",
     "trainer/data",
     "trainer/schedulers",
     "trainer/events",
-    "trainer/{run_record,run_files,run_directory,context,module_checks,start_description}.py",
+    "trainer/{run_record,run_files,run_directory,context,misplaced,module_checks,start_description}.py",
     "trainer/reporting",
     "trainer/recording",
     "trainer/evaluation",
@@ -62,8 +61,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 467
-MAX_LINES = 80_000
+MAX_FILES = 484
+MAX_LINES = 83_000
 
 # Modules that `import trainstack` must not load: each costs every process of every run, most runs never use it.
 HEAVY = (
@@ -475,7 +474,10 @@ def tree() -> list[Path]:
     return [
         path
         for path in ROOT.rglob("*")
-        if not any(part in BUILT or part.endswith("_cache") for part in path.relative_to(ROOT).parts)
+        if not any(
+            part in BUILT or part.startswith(".venv-") or part.endswith("_cache")
+            for part in path.relative_to(ROOT).parts
+        )
     ]
 
 
@@ -500,17 +502,24 @@ def test_no_path_of_a_machine_in_the_tree() -> None:
     assert not found, "paths that exist on one machine only:\n" + "\n".join(found)
 
 
-def test_constraints_are_portable() -> None:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-3.10.txt"])
+def test_constraints_are_portable(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if not line.startswith("#")]
     wrong = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin)]
     assert not wrong, f"not a plain name==version, run `make lock`: {wrong}"
     assert pins == sorted(pins, key=lambda pin: pin.split("==")[0])
 
 
-def test_the_version_is_the_same_in_both_places() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'\nversion = "{trainstack.__version__}"\n' in project
+def test_no_class_variable_without_a_type() -> None:
+    """`get_type_hints` of Python 3.10, by which arguments are read, refuses a bare ClassVar."""
+    bare = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in library_files()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation).rpartition(".")[2] == "ClassVar"
+    ]
+    assert bare == []
 
 
 # --- every field is read

@@ -1,7 +1,8 @@
-"""Write constraints.txt: the versions that `pip` resolves for all extras, in a temporary environment.
+"""Write constraints.txt: the versions that `pip` resolves for all extras together, in a temporary environment.
 
-`make lock` runs this. The torch pin of constraints.txt stays; `make lock TORCH=2.14.0` moves it.
-The file holds names and versions only, so that it works with any package index: no local version such as
+`make lock` runs this. Python 3.10 has a separate file, constraints-3.10.txt, because it has no new versions of numpy:
+`make lock PYTHON=python3.10`. The pin of torch does not change; `make lock TORCH=2.14.0` changes it.
+The file has names and versions only, so that it works with any package index: no local version such as
 `+cpu`, no index lines, no hashes, no URLs.
 """
 
@@ -15,10 +16,8 @@ import tempfile
 import venv
 from pathlib import Path
 
-import tomllib
-
 ROOT = Path(__file__).resolve().parent.parent
-CONSTRAINTS = ROOT / "constraints.txt"
+CONSTRAINTS = ROOT / ("constraints.txt" if sys.version_info >= (3, 11) else "constraints-3.10.txt")
 UNPINNED = (
     "wandb",
     "mlflow",
@@ -58,23 +57,30 @@ def header() -> str:
 
 def current_torch() -> str:
     """Read the pinned version of torch."""
-    text = CONSTRAINTS.read_text(encoding="utf-8") if CONSTRAINTS.exists() else ""
-    found = re.search(r"^torch==(\S+)$", text, re.MULTILINE)
+    found = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         sys.exit("constraints.txt does not pin torch: say which version to pin, as in `make lock TORCH=2.13.0`.")
     return found.group(1)
 
 
+def known_extras() -> list[str]:
+    """The names of the extras in pyproject.toml. Python 3.10 has no tomllib."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return re.findall(r"^([\w-]+) = \[", table, re.MULTILINE)
+
+
 def resolve(torch: str) -> list[str]:
     """Install everything into a throw-away environment and return the lines of `pip freeze`."""
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    extras = ",".join(extra for extra in known if extra not in UNPINNED)
+    extras = ",".join(extra for extra in known_extras() if extra not in UNPINNED)
     with tempfile.TemporaryDirectory(prefix="lock-") as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         # Packages of the new environment itself are old; needed ones return in their newest version.
         subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools"], check=True)
+        # pip 23.0 of Python 3.10.13 does not resolve the extras within 7 minutes; pip 26.3 needs two.
+        subprocess.run([*pip, "install", "-qq", "--upgrade", "pip"], check=True)
         print(f"resolving torch=={torch} and .[{extras}]: one to two minutes", flush=True)
         subprocess.run([*pip, "install", "-qq", f"torch=={torch}", f"{ROOT}[{extras}]"], check=True)
         subprocess.run([*pip, "check"], check=True)
@@ -83,7 +89,10 @@ def resolve(torch: str) -> list[str]:
 
 
 def clean(frozen: list[str]) -> list[str]:
-    """Keep `name==version`, normalised and sorted; drop the project, pip, and local version labels."""
+    """Keep `name==version`, normalised and sorted; drop the project, pip, and local version labels.
+
+    Also drop the packages of CUDA. torch requires exact versions of them, and another torch needs other ones.
+    """
     pins = {}
     for line in frozen:
         match = PIN.fullmatch(line.strip())
@@ -92,7 +101,7 @@ def clean(frozen: list[str]) -> list[str]:
                 continue
             sys.exit(f"pip freeze wrote {line!r}, not name==version: every pin has to work on any machine.")
         name = re.sub(r"[-_.]+", "-", match["name"]).lower()
-        if name != "pip":
+        if name not in ("pip", "triton") and not name.startswith(("cuda-", "nvidia-")):
             pins[name] = match["version"]
     return [f"{name}=={pins[name]}" for name in sorted(pins)]
 

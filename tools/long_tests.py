@@ -65,6 +65,7 @@ def batteries() -> list[Battery]:
         )
         found.append(Battery(f"all-{seed}", (*pytest, "--fast", "tests"), environment))
     found.append(Battery("replays", ("-m", "tools.replays")))
+    found.append(Battery("field-scripts", ("-m", "tools.field_scripts")))
     found.append(Battery("breaks", ("-m", "tools.kills.breaks")))
     found.append(Battery("attacks", ("-m", "tools.attacks")))
     return found

@@ -119,7 +119,7 @@ def run_in_terminal(
     """
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, screen.width, 0, 0))
-    left_out = ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR")
+    left_out = ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR", "CI")
     environment = {name: value for name, value in os.environ.items() if name not in left_out} | {"TERM": "xterm"}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True

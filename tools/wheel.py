@@ -1,7 +1,8 @@
-"""Build the wheel, install it with only its declared requirements, and run the quickstart there.
+"""Build the wheel, install it alone with its requirements, and run README's script and the quickstart there.
 
-`make wheel` runs this. The requirements are linked from this environment, since torch is large:
-those that the wheel declares without extras, and theirs; `pip check` says whether that was all.
+`make wheel` runs this. `make release` runs `python -m tools.wheel dist`, which uses the wheel in that folder instead of
+building one, and checks the source distribution. The requirements are linked from this environment, because an
+installation of torch takes long: those that the wheel declares without extras, and theirs. `pip check` finds gaps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -23,13 +25,13 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
 
 
 def main() -> None:
-    """Build, look inside, install, use."""
+    """Build or find the wheel, check its files, install it, run code with it."""
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
-        wheel = build(Path(folder, "dist"))
+        wheel = find(Path(sys.argv[1])) if len(sys.argv) > 1 else build(Path(folder, "dist"))
         look_inside(wheel)
         python = install(wheel, Path(folder, "env"))
         use(python, Path(folder, "use"))
-    print(f"{wheel.name}: built, installed without extras, and used")
+    print(f"{wheel.name}: installed without extras, and used")
 
 
 def pip(*arguments: str) -> None:
@@ -41,6 +43,20 @@ def build(into: Path) -> Path:
     """The wheel of this source tree, written to `into`."""
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", str(into), str(ROOT))
     (wheel,) = into.glob("*.whl")
+    return wheel
+
+
+def find(folder: Path) -> Path:
+    """The wheel in `folder`. The source distribution next to it has only files of git, and the metadata."""
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    if strange := names - {*listed, "PKG-INFO"}:
+        sys.exit(f"{archive.name} has files that are not in git: {sorted(strange)}")
+    (wheel,) = folder.glob("*.whl")
     return wheel
 
 

@@ -2,7 +2,7 @@
 
     python examples/ported/accelerated_metrics.py
 
-Each block is followed by what it was. docs/coming-from/pytorch-accelerated.md goes through the differences. The data is
+Comments show the original lines. docs/coming-from/pytorch-accelerated.md explains the differences. The data is
 scikit-learn's 1797 images of 8 x 8. Needs torchmetrics.
 """
 
@@ -58,7 +58,7 @@ class CountsEpochs(Callback):
     def on_epoch_end(self, trainer):
         self.epochs += 1
 
-    def get_state(self):  # new, so that a resumed run goes on counting
+    def get_state(self):  # new, so that a resumed run continues to count
         return {"epochs": self.epochs}
 
     def update_state(self, state):

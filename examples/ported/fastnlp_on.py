@@ -2,7 +2,7 @@
 
     python examples/ported/fastnlp_on.py
 
-What a line was stands behind it. docs/coming-from/fastnlp.md goes through the differences.
+Comments show the original lines. docs/coming-from/fastnlp.md explains the differences.
 """
 
 import torch
@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 class Accuracy:  # was: class Accuracy(Metric)
-    """A metric of one's own: `update` is fed by name, as it was."""
+    """A custom metric: `update` gets its arguments by name, as before."""
 
     def __init__(self):
         self.reset()
@@ -64,7 +64,7 @@ class Accuracy:  # was: class Accuracy(Metric)
 
 
 def tumours():
-    """Training and evaluation data: every fourth tumour is for the latter."""
+    """Training and evaluation data: each fourth tumour is in the second."""
     data = load_breast_cancer()
     measures = torch.tensor(data.data, dtype=torch.float32)
     held_out = torch.arange(len(measures)) % 4 == 0
@@ -75,7 +75,7 @@ def tumours():
 
 
 def main():
-    """Train; returns the trainer and what the subscribed functions have written down."""
+    """Train; returns the trainer and the notes of the subscribed functions."""
     seed_everything(0)
     train_data, evaluate_data = tumours()  # was: loaders, made of the data sets by prepare_torch_dataloader
     notes = []
@@ -101,7 +101,7 @@ def main():
         monitor="val/acc",  # was: monitor="acc"
         monitor_mode="max",  # was: larger_better=True
         clip_grads=False,  # was: nothing is clipped without a TorchGradClipCallback
-        checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),  # was: so without a CheckpointCallback
+        checkpointer_args=DefaultCheckpointerArguments(checkpoint=False),  # was: no CheckpointCallback
         output_dir="runs/fastnlp",
     )
     trainer = Trainer(module, args)

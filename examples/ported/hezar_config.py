@@ -46,7 +46,7 @@ class PassageDataset:  # was: class PassageDataset(Dataset), with a DatasetConfi
         return {"token_ids": [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words], "labels": label}
 
     def data_collator(self, items):
-        """Passages, padded to the longest; found by the library, as it was by Hezar's Trainer."""
+        """Passages, padded to the longest; the library finds this method, as Hezar's Trainer does."""
         longest = max(len(item["token_ids"]) for item in items)
         padded = [item["token_ids"] + [PAD] * (longest - len(item["token_ids"])) for item in items]
         return {"token_ids": torch.tensor(padded), "labels": torch.tensor([item["labels"] for item in items])}
@@ -69,12 +69,12 @@ class PassageClassifier(nn.Module):  # was: class PassageClassifier(Model), with
         return {"logits": self.classifier(self.embeddings(token_ids))}
 
     def compute_loss(self, logits, labels):
-        """Called with what it has parameters for, of the model's outputs and the batch, as Hezar's Trainer does."""
+        """Gets the items of the outputs and the batch that match its parameters, as with Hezar's Trainer."""
         return nn.functional.cross_entropy(logits, labels)
 
 
 class Accuracy:  # was: metrics=["accuracy"], which task="text_classification" looked up
-    """The share that is told right, over the whole data set, where Hezar averages over batches."""
+    """The share of correct answers over the whole data set; Hezar averages over batches."""
 
     def __init__(self):
         self.reset()
@@ -91,7 +91,7 @@ class Accuracy:  # was: metrics=["accuracy"], which task="text_classification" l
 
 
 def chapters(optimizer: str = "adamw", learning_rate: float = 2e-2, weight_decay: float = 0.0, size: int = 32):
-    """Everything but the run itself; its parameters are options of `trainstack train`: `--module.learning_rate`.
+    """Data, model and optimizer; the parameters are options of `trainstack train`: `--module.learning_rate`.
 
     Args:
         optimizer: its name.
@@ -113,7 +113,7 @@ def chapters(optimizer: str = "adamw", learning_rate: float = 2e-2, weight_decay
 
 
 def main():
-    """Train as the file says; returns the trainer."""
+    """Train with the arguments of the file; returns the trainer."""
     args = TrainerArguments.from_yaml(Path(__file__).with_suffix(".yaml"))  # was: TrainerConfig(...)
     seed_everything(args.seed)  # was: in Trainer(), when the model was made already
     trainer = Trainer(chapters(), args)

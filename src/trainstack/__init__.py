@@ -1,7 +1,8 @@
 """trainstack trains PyTorch models: write one module, select one backend string, run it anywhere.
 
-The first use of a name imports the packages, and with them torch. `import trainstack` alone costs nothing, so that the
-command line can answer without torch.
+The first use of a name imports the packages, and with them torch. `import trainstack` alone is fast, so that the
+command
+line can answer without torch.
 """
 
 import logging
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
         "replay",
         "verify_resume",
     ]
-    __all__ += errors.__all__  # one statement a package: pyright evaluates this form alone
+    __all__ += errors.__all__  # one statement for each package, because pyright evaluates only this form
     __all__ += backends.__all__
     __all__ += checkpointing.__all__
     __all__ += trainer.__all__
@@ -71,7 +72,7 @@ _get_own = lazy_imports(__name__, _PLACES)
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return _get_own(name)
-    if name.startswith("_") and name != "__all__":  # what import and inspection ask each package for
+    if name.startswith("_") and name != "__all__":  # names that import and inspection look up in each package
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_paused():
         packages = [import_module(f"trainstack.{package}") for package in _PACKAGES]
@@ -80,7 +81,9 @@ def __getattr__(name: str) -> Any:
         return [*own, "errors", "__version__", *(public for package in packages for public in package.__all__)]
     found = next((package for package in packages if name in package.__all__), None)
     if found is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        ready_made = import_module("trainstack.trainer.callbacks")
+        hint = f". Write {__name__}.callbacks.{name}" if name in ready_made.__all__ else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = globals()[name] = getattr(found, name)
     return value
 

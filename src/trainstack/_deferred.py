@@ -1,7 +1,7 @@
-"""`DeferredTensor`: a tensor whose values are read where they are used, so that a state needs no memory for them.
+"""`DeferredTensor`: a tensor whose values are read at their use, so that a state needs no memory for them.
 
-A checkpoint that is loaded holds such tensors for those in its files, and one that is saved for those that are divided
-among ranks.
+A loaded checkpoint has such tensors for those in its files, and a checkpoint to save for those that are sharded over
+ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ Tree = TypeVar("Tree")
 
 
 class DeferredTensor(Tensor):
-    """A dense tensor on the CPU that has a shape and a dtype, and whose values are read at each use.
+    """A dense tensor on the CPU with a shape and a dtype, whose values are read at each use.
 
-    An operation on it reads the values and gives an ordinary tensor. Nothing is kept. It cannot be written to.
+    An operation on it reads the values and returns an ordinary tensor. The values are not kept. It cannot be written
+    to.
 
     Args:
         shape: of the tensor.
         dtype: of its elements.
-        read: returns the values, in memory that nobody else uses.
-        read_rows: returns the rows from the first index to before the second one; None if rows cannot be read alone.
+        read: returns the values, in separate memory.
+        read_rows: returns the rows from the first index up to the second one, without it; None if rows cannot be read
+            separately.
     """
 
     _read: Callable[[], Tensor]
@@ -39,7 +41,7 @@ class DeferredTensor(Tensor):
         read: Callable[[], Tensor],
         read_rows: Callable[[int, int], Tensor] | None = None,
     ) -> DeferredTensor:
-        # private in torch 2.13.0, and the documented base of tensor subclasses without memory
+        # private in torch 2.13.0, and the documented way to make tensor subclasses without memory
         made: DeferredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         made._read, made._read_rows = read, read_rows
         return made
@@ -49,7 +51,7 @@ class DeferredTensor(Tensor):
         return self._read()
 
     def rows(self, first: int, end: int) -> Tensor:
-        """Rows `first` to before `end`; the others are not read where that is possible. The memory is their own."""
+        """Rows `first` to `end`, without `end`, in separate memory. Other rows are not read if that is possible."""
         if self._read_rows is None:
             return self.whole()[first:end].clone()
         return self._read_rows(first, end)
@@ -89,14 +91,15 @@ def _read_all(value: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """The values of a `DeferredTensor` in new memory; anything else as it is."""
+    """The values of a `DeferredTensor` in new memory; other objects are returned unchanged."""
     return value.whole() if isinstance(value, DeferredTensor) else value
 
 
 def materialized(tree: Tree) -> Tree:
-    """A copy of the containers of `tree` with values in place of each `DeferredTensor`; other leaves are the same.
+    """A copy of the containers of `tree` with values in place of each `DeferredTensor`; other leaves are the same
+    objects.
 
-    What is one tensor in `tree` is one tensor in the copy.
+    A tensor that occurs several times in `tree` is one tensor in the copy.
     """
     made: dict[int, Tensor] = {}
 
@@ -106,7 +109,7 @@ def materialized(tree: Tree) -> Tree:
                 made[id(value)] = value.whole()
             return made[id(value)]
         if isinstance(value, dict):
-            out = copy.copy(value)  # of the same class, with its factory or the versions of modules
+            out = copy.copy(value)  # keeps the class, and with it a factory or the versions of modules
             for key, item in value.items():
                 out[key] = visit(item)
             return out
@@ -121,10 +124,11 @@ def materialized(tree: Tree) -> Tree:
 def split(
     tree: Any, is_split: Callable[[Any], bool], replace: Callable[[int, Tensor], Any]
 ) -> tuple[Any, list[Tensor]]:
-    """`tree` with `replace(number, tensor)` for each tensor for which `is_split` holds, and these tensors by number.
+    """`tree` with `replace(number, tensor)` for each tensor for which `is_split` is True, and these tensors by number.
 
-    Dicts are visited by the order of the texts of their keys, so equal trees give equal numbers however they were
-    filled. What is one tensor has one number.
+    Dicts are visited in the order of the texts of their keys, so equal trees give equal numbers for any insertion
+    order. A
+    tensor that occurs several times has one number.
     """
     tensors: dict[int, tuple[Tensor, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""`dispatch_to` lets a function see each operation of torch."""
+"""`dispatch_to` calls a function for each operation of torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 def dispatch_to(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
-    """A block in which `handle(operation, args, kwargs)` returns what each operation of torch returns."""
-    from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.13.0 has no public name for it
+    """A block in which `handle(operation, args, kwargs)` is called for each operation of torch and returns its
+    result."""
+    from torch.utils._python_dispatch import TorchDispatchMode  # torch 2.13.0 has no public name for this class
 
     class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

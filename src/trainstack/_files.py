@@ -1,7 +1,7 @@
-"""Paths that users give, durable directories, and files: only regular ones are opened, and writes are atomic.
+"""User paths, durable directories, and files: only regular files are opened, and writes are atomic.
 
-A folder may hold anything: a FIFO blocks who opens it, a link to `/dev/zero` never ends, a sparse file of 4 TiB costs
-nothing to make.
+A folder may contain any kind of file: opening a FIFO blocks, a link to `/dev/zero` never ends, and a sparse file of
+4 TiB takes no space on the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _logger = logging.getLogger("trainstack")
 AnyPath = TypeVar("AnyPath", str, os.PathLike[str], str | os.PathLike[str])
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Also that of `Path("s3://bucket")`, which has one slash. `C:/` is a drive."""
+"""Matches also `Path("s3://bucket")`, which has one slash. `C:/` is a drive and does not match."""
 
 REMOTE_SCHEMES = {
     "s3": ("s3fs", "remote"),
@@ -33,22 +33,22 @@ REMOTE_SCHEMES = {
     "gcs": ("gcsfs", "gcs"),
     "memory": ("fsspec", "remote"),
 }
-"""Stores that create an object by one conditional request: the package that each needs, and the extra with it."""
+"""Stores that create an object by one conditional request, each with the required package and its extra."""
 
 
 def is_address(path: object) -> bool:
-    """Whether `path` is an address such as `s3://bucket/run`, or what `Path` makes of one, `s3:/bucket/run`."""
+    """Whether `path` is an address such as `s3://bucket/run`, or that of `Path`, `s3:/bucket/run`."""
     return isinstance(path, str | os.PathLike) and _SCHEME.match(os.fspath(path)) is not None
 
 
 def remote_address(name: str, path: str | os.PathLike[str]) -> str:
-    """`path`, which is an address, with two slashes after its scheme and none at its end.
+    """The address `path` with two slashes after its scheme and none at its end.
 
     Args:
         name: of the argument, for the error.
 
     Raises:
-        ConfigurationError: it is none of a store that can be used, or lacks the bucket.
+        ConfigurationError: the store is not supported, or the address lacks the bucket.
     """
     text = os.fspath(path)
     scheme, _, place = text.partition(":")
@@ -56,7 +56,7 @@ def remote_address(name: str, path: str | os.PathLike[str]) -> str:
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{one}://" for one in REMOTE_SCHEMES)
         raise ConfigurationError(
-            f"{name}={text!r}: no address that begins with {scheme}:// can be used. Write a local path, such as that "
+            f"{name}={text!r}: addresses that begin with {scheme}:// cannot be used. Write a local path, such as that "
             f"of a mounted bucket, or one of {known} (pip install 'trainstack[remote]', or [gcs] for Google)."
         )
     if not place or "//" in place or {".", ".."} & set(place.split("/")):
@@ -67,7 +67,7 @@ def remote_address(name: str, path: str | os.PathLike[str]) -> str:
 
 
 def expand_path(name: str, path: AnyPath) -> AnyPath:
-    """`path` with the home folder for `~`; a string stays a string.
+    """`path` with the home folder for `~`; a string remains a string.
 
     Args:
         name: of the argument, for the error.
@@ -81,7 +81,7 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
     if is_address(text):
         raise ConfigurationError(
             f"{name}={text!r} is an address, and only local paths are read and written here. A folder of this name "
-            "would be made. Write a local path. Addresses are taken by output_dir, resume and init_weights_from, by "
+            "would be made. Write a local path. Addresses are accepted by output_dir, resume and init_weights_from, by "
             "export and by trainstack checkpoints: docs/remote.md."
         )
     if "\0" in text:
@@ -89,7 +89,7 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         raise ConfigurationError(
-            f"{name}={text!r}: there is no such home folder. Write './{text}' for a file called so."
+            f"{name}={text!r}: there is no such home folder. Write './{text}' for a file with this name."
         )
     if expanded == text:
         return path
@@ -97,7 +97,7 @@ def expand_path(name: str, path: AnyPath) -> AnyPath:
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """`Path.resolve`, which raises where links form a loop."""
+    """`Path.resolve` that does not raise if links form a loop."""
     return Path(os.path.realpath(path))
 
 
@@ -115,39 +115,39 @@ def library_error(path: Path) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
-            f"{path} cannot be used: {error}. Free space, mend the folder, or write another output_dir."
+            f"{path} cannot be used: {error}. Free space, repair the folder, or write another output_dir."
         ) from error
 
 
 _private: set[str] = set()
-"""Folders whose files only the owner may read. A process has few of them: one for each run that keeps its files so."""
+"""Folders whose files only the owner may read: one for each run with private files."""
 
 
 def keep_private(folder: Path) -> None:
-    """From now on, let only the owner read what this process creates in `folder`, and `folder` itself."""
+    """From now on, create files in `folder` so that only the owner may read them; change `folder` too."""
     _private.add(os.path.realpath(folder))
     if folder.is_dir():
         os.chmod(folder, 0o700)
 
 
 def is_private(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is, or lies in, a folder that `keep_private` was given."""
+    """Whether `path` is a folder of `keep_private`, or inside one."""
     full = os.path.realpath(path) if _private else ""
     return any(full == folder or full.startswith(folder + os.sep) for folder in _private)
 
 
 def file_mode(path: str | os.PathLike[str]) -> int:
-    """With which mode to create the file `path`, before the umask."""
+    """The mode for creating the file `path`, before the umask."""
     return 0o600 if is_private(path) else 0o666
 
 
 def folder_mode(path: str | os.PathLike[str]) -> int:
-    """With which mode to create the folder `path`, before the umask."""
+    """The mode for creating the folder `path`, before the umask."""
     return 0o700 if is_private(path) else 0o777
 
 
 MAX_SMALL_BYTES = 16 << 20
-"""The largest manifest or other small file that is read. A manifest has some kilobytes."""
+"""The largest manifest or other small file to read. A manifest has some kilobytes."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -160,16 +160,16 @@ _OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "
 
 
 def open_descriptor(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """As `os.open`, for regular files and links to them only; never waits for another process.
+    """`os.open` for regular files and links to them only. Never waits for another process.
 
     Raises:
-        OSError: it is something else than a regular file, or the system refused.
+        OSError: it is not a regular file, or the system refused.
     """
     with suppress(FileNotFoundError):  # `flags` may create it
-        _check_regular(path, os.stat(path))  # before the open, since opening a device may do something
+        _check_regular(path, os.stat(path))  # before the open, because opening a device may have an effect
     descriptor = os.open(path, flags | _OPEN_FLAGS, mode)
     try:
-        _check_regular(path, os.fstat(descriptor))  # what was looked at before may have been replaced
+        _check_regular(path, os.fstat(descriptor))  # again, because the path may have been replaced in between
     except BaseException:
         os.close(descriptor)
         raise
@@ -183,17 +183,17 @@ def _check_regular(path: str | os.PathLike[str], status: os.stat_result) -> None
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
-    """Open a file for reading, without a buffer; as `open_descriptor`."""
+    """Open a file for reading, without a buffer. See `open_descriptor`."""
     return FileIO(open_descriptor(path), "rb")
 
 
 def open_for_reading(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file for reading, with a buffer; as `open_descriptor`."""
+    """Open a file for reading, with a buffer. See `open_descriptor`."""
     return BufferedReader(open_regular(path))
 
 
 def open_for_update(path: str | os.PathLike[str]) -> BufferedRandom:
-    """Open a file that exists for reading and writing; as `open_descriptor`."""
+    """Open an existing file for reading and writing. See `open_descriptor`."""
     return BufferedRandom(FileIO(open_descriptor(path, os.O_RDWR), "rb+"))
 
 
@@ -201,7 +201,7 @@ def read_small(path: str | os.PathLike[str], limit: int = MAX_SMALL_BYTES) -> by
     """Return the content of a small regular file.
 
     Raises:
-        OSError: as `open_descriptor`, or the file has more than `limit` bytes.
+        OSError: see `open_descriptor`, or the file has more than `limit` bytes.
     """
     with open_for_reading(path) as handle:
         content = handle.read(min(limit, os.fstat(handle.fileno()).st_size) + 1)
@@ -211,7 +211,7 @@ def read_small(path: str | os.PathLike[str], limit: int = MAX_SMALL_BYTES) -> by
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Create a binary file that does not exist yet, which a folder of `keep_private` keeps from others."""
+    """Create a new binary file, which only the owner can read in a folder of `keep_private`."""
 
     def create(name: str, flags: int) -> int:
         return os.open(name, flags, file_mode(name))
@@ -220,9 +220,9 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def temporary_path(path: Path) -> Path:
-    """A free name beside `path`, to write a file that then replaces it. Deletes the file that a crash has left."""
+    """A free name next to `path`, to write a file that then replaces it. Deletes a file that a crash has left."""
     made = path.with_name(f".{path.name}.tmp")
-    if made.is_dir() and not made.is_symlink():  # not ours
+    if made.is_dir() and not made.is_symlink():  # not made by this function
         made = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     made.unlink(missing_ok=True)
     return made
@@ -231,9 +231,9 @@ def temporary_path(path: Path) -> Path:
 def atomic_write(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Write the file `path` so that a reader sees the old content or the new one.
 
-    A loss of power may lose both, unless it is `durable`.
+    A loss of power may lose both, unless `durable`.
     """
-    # checkpointing/filesystem.py has one for checkpoints, whose every call tests make fail
+    # not for checkpoints: checkpointing/filesystem.py has a function whose every call tests can make fail
     made = temporary_path(path)
     with create_file(made) as file:
         file.write(content)
@@ -250,9 +250,9 @@ _said: set[str] = set()
 
 
 def sync_directory(path: Path) -> None:
-    """Force the names in `path` to the disk. Windows has no such call and does not need it.
+    """Flush the names in `path` to the disk. Windows has no such call and does not need it.
 
-    Some network file systems (SMB, FUSE) have none either; that is said once.
+    Some network file systems (SMB, FUSE) have none either; a warning is logged once.
     """
     if os.name == "nt":
         return
@@ -269,19 +269,19 @@ def sync_directory(path: Path) -> None:
 
 
 def is_unsupported(error: OSError) -> bool:
-    """Whether `error` says that the file system does not have the call at all."""
+    """Whether `error` means that the file system does not support the call."""
     return error.errno in _UNSUPPORTED
 
 
 def warn_once(about: str, message: str) -> None:
-    """Log a warning, the first time in this process that there is one about this."""
+    """Log a warning, once in this process for each value of `about`."""
     if about not in _said:
         _said.add(about)
         _logger.warning(message)
 
 
 def make_directories(path: Path) -> None:
-    """Create `path` and its missing parents, each made durable in its parent."""
+    """Create `path` and its missing parents, each durable in its parent."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -291,5 +291,5 @@ def make_directories(path: Path) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether `path` is `folder` or in it, behind all links."""
+    """Whether `path` is `folder` or inside it, after resolving all links."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # `resolve` fails on a circle of links

@@ -1,8 +1,7 @@
-"""Which plain values an annotation takes, and how a text on the command line becomes one of them.
+"""The plain values that an annotation accepts, and their conversion from text of the command line.
 
-A kind makes text, numbers, bools, lists and dicts, and dataclasses that the annotation itself names. The annotation
-alone decides the type of the result. One that takes objects only, such as `nn.Module` or `Callable`, takes no plain
-value.
+A kind makes text, numbers, bools, lists and dicts, and dataclasses that the annotation names. Only the annotation
+determines the type of the result. An annotation of objects, such as `nn.Module` or `Callable`, accepts no plain value.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ALIASES: dict[Any, type] = {Sequence: list, Mapping: dict, Set: set}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a value was written, for the errors about it.
+    """The origin of a value, for errors about it.
 
     Attributes:
         name: `"--epochs"`, `"TRAINSTACK_EPOCHS"` or `"run.yaml: epochs"`.
@@ -38,7 +37,7 @@ class Place:
     mark: str = ": "
 
     def wrong(self, value: Plain, instead: str) -> ConfigurationError:
-        """The error that says what was given and what to write."""
+        """The error with the given value and the correction."""
         return ConfigurationError(f"{self.name}{self.mark}{shorten(value)}: {instead}.")
 
     def inner(self, key: str | int) -> Place:
@@ -47,22 +46,22 @@ class Place:
 
 
 def shorten(value: Plain, most: int = 80) -> str:
-    """`value` as it was written, more or less; a long one is cut."""
+    """`value` as text in about its original form, truncated if it is long."""
     text = value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The plain values that an annotation takes. Make one with `Kind.of`.
+    """The plain values that an annotation accepts. Make one with `Kind.of`.
 
     Attributes:
         types: some of None, bool, int, float, str, Path.
         choices: the values of a `Literal`.
-        items: of a list, and what it becomes: list, tuple, set or frozenset.
-        values: of a dict.
+        items: the kind of the items of a list, and the class of the result: list, tuple, set or frozenset.
+        values: the kind of the values of a dict.
         fields: a dataclass, whose fields a dict gives.
-        anything: no annotation, or `Any`: each plain value as it is.
+        anything: no annotation, or `Any`: each plain value, unchanged.
     """
 
     types: frozenset[Any] = frozenset()
@@ -74,7 +73,7 @@ class Kind:
 
     @classmethod
     def of(cls, annotation: Any) -> Kind:
-        """The kind of an annotation, as `get_type_hints` gives it. One that takes objects only takes no value."""
+        """The kind of an annotation from `get_type_hints`. An annotation of objects only accepts no value."""
         if annotation in (Any, object):
             return cls(anything=True)
         origin, inner = get_origin(annotation) or annotation, get_args(annotation)
@@ -100,7 +99,7 @@ class Kind:
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether it takes no plain value but None."""
+        """Whether it accepts no plain value except None."""
         only_none = self.types <= {None} and set(self.choices) <= {None}
         return only_none and not (self.items or self.values or self.fields or self.anything)
 
@@ -136,7 +135,7 @@ class Kind:
         return bool in self.types and int not in self.types
 
     def value(self, value: Plain, place: Place) -> Any:
-        """The plain `value` as this kind has it: a list may become a tuple, a whole float an int.
+        """The plain `value` converted to this kind: a list may become a tuple, an integral float an int.
 
         Raises:
             ConfigurationError: it is of another kind.
@@ -186,19 +185,19 @@ class Kind:
 
     def _dict(self, value: dict[str, Plain], place: Place) -> Any:
         if self.fields is not None:
-            return value  # whose fields are looked at by name
+            return value  # its fields are checked by name later
         if self.values is None:
             raise self._wrong(value, place)
         return {key: self.values.value(item, place.inner(key)) for key, item in value.items()}
 
     def _wrong(self, value: Plain, place: Place) -> ConfigurationError:
         if self.takes_nothing:
-            return place.wrong(value, "this takes an object, which only code makes; set it there")
+            return place.wrong(value, "this takes an object, which only code can make; set it in code")
         return place.wrong(value, f"write {self.words}")
 
     @property
     def words(self) -> str:
-        """The values that this kind takes, in words."""
+        """The values that this kind accepts, as text."""
         named = {float: "a number", int: "a whole number", str: "text", Path: "a path"}
         kinds = self.types - {int} if float in self.types else self.types
         kinds = kinds - {Path} if str in kinds else kinds
@@ -212,7 +211,7 @@ class Kind:
 
 
 def _joined(kinds: Sequence[Kind]) -> Kind:
-    """A kind that takes the values of each of `kinds`."""
+    """A kind that accepts the values of each of `kinds`."""
     return Kind(
         types=frozenset().union(*(kind.types for kind in kinds)),
         choices=tuple(dict.fromkeys(choice for kind in kinds for choice in kind.choices)),
@@ -224,5 +223,5 @@ def _joined(kinds: Sequence[Kind]) -> Kind:
 
 
 def _switch(value: Plain) -> Plain:
-    """Of a text: 0 and 1 are bools where a bool is meant and no number."""
+    """Convert 0 and 1 in a text to bools, for kinds with bool and without int."""
     return bool(value) if type(value) is int and value in (0, 1) else value

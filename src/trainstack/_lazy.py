@@ -15,12 +15,12 @@ def lazy_imports(package: str, places: Mapping[str, str]) -> Callable[[str], Any
 
     Args:
         package: its `__name__`.
-        places: the module in which each name is found; a name that is itself a module is found at its own place.
+        places: the module that defines each name. For a name that is itself a submodule, its full module name.
     """
 
     def get(name: str) -> Any:
         if name not in places:
-            module = sys.modules[package]  # for the hint of Python's own: "Did you mean: ...?"
+            module = sys.modules[package]  # Python needs it for its hint "Did you mean: ...?"
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=module)
         place = places[name]
         with gc_paused():
@@ -34,8 +34,10 @@ def lazy_imports(package: str, places: Mapping[str, str]) -> Callable[[str], Any
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A block of imports, without the garbage collector: what they make stays, and to look through all of torch's
-    modules again and again is a third of the time that they take."""
+    """Disable the garbage collector during a block of imports.
+
+    Imports create objects that are not released, and the repeated collections take a third of the import time of torch.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

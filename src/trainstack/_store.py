@@ -1,7 +1,7 @@
-"""`TimedStore`: requests to a store of torch.distributed, each with a clock; the socket on which a store listens.
+"""`TimedStore`: requests to a store of torch.distributed, each with a timeout; the socket on which a store listens.
 
-torch 2.13.0: a client of `TCPStore` waits in `recv` without a limit, and Python runs no signal handler while its main
-thread waits in C++. Where the network is cut, the kernel ends that wait after about 16 minutes, or never.
+torch 2.13.0: a client of `TCPStore` waits in `recv` without a timeout, and Python runs no signal handler while its main
+thread waits in C++. If the network is interrupted, the kernel ends that wait after about 16 minutes, or never.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ TOKEN = "TRAINSTACK_TOKEN"
 """The variable with a secret that all ranks of a run share. `launch` sets it."""
 
 _PIECE_S = 0.5
-"""The longest wait without a look at the clock, and at signals where a lock cannot be interrupted (Windows)."""
+"""Seconds between checks of the deadline. On Windows, where a signal does not interrupt the wait for a lock, signal
+handlers run only between these waits."""
 
 _PAUSE_S = 0.02
-"""Between two looks for a key that another process sets; longer in large groups, which share one store."""
+"""Initial seconds between two queries for a key that another process sets; `wait_for` increases it."""
 
 
 def listen_on_loopback(port: int) -> socket.socket | None:
-    """A socket that listens on the loopback address only; None where the port is taken, perhaps by this process.
+    """A socket that listens only on the loopback address; None if the port is in use, possibly by this process.
 
     torch 2.13.0: a `TCPStore` that opens its own socket listens on all interfaces.
     """
@@ -52,22 +53,25 @@ def listen_on_loopback(port: int) -> socket.socket | None:
 
 
 class StoreSilentError(TrainstackError):
-    """The store has not answered in time."""
+    """The store has not answered within the timeout."""
 
 
 def run_with_clock(call: Callable[[], T], timeout_s: float, look: Callable[[], None] | None = None) -> T:
-    """`call()` in a daemon thread, for which this thread waits so that signal handlers run.
+    """Run `call()` in a daemon thread and wait for its result, so that signal handlers of this thread can run.
 
-    A thread that does not return is abandoned; it is a daemon, so Python can exit.
+    After a timeout the thread is abandoned. It is a daemon thread, so Python can exit.
 
     Args:
-        call: what may block.
-        timeout_s: how long to wait for it.
-        look: called about twice a second in the meantime; its exception ends the wait. The call then has a thread that
-            Python knows, because it is long.
+        call: a function that may block.
+        timeout_s: the timeout in seconds.
+        look: called about twice a second during the wait; an exception from it ends the wait. `call` then runs in a
+            `threading.Thread`, which debuggers and stack dumps list by name, because such calls take long.
+
+    Returns:
+        The result of `call`.
 
     Raises:
-        TimeoutError: it has not come back in time.
+        TimeoutError: `call` has not returned within `timeout_s`.
     """
     done, results, errors = _thread.allocate_lock(), list[T](), list[BaseException]()
     done.acquire()
@@ -82,7 +86,7 @@ def run_with_clock(call: Callable[[], T], timeout_s: float, look: Callable[[], N
 
     deadline = time.monotonic() + timeout_s
     if look is None:
-        _thread.start_new_thread(run, ())  # 30 microseconds; a `threading.Thread` takes 200
+        _thread.start_new_thread(run, ())  # takes 30 microseconds; a `threading.Thread` takes 200
     else:
         threading.Thread(target=run, name="trainstack-open", daemon=True).start()
     while not done.acquire(timeout=min(_PIECE_S, max(0.0, deadline - time.monotonic()))):
@@ -96,13 +100,13 @@ def run_with_clock(call: Callable[[], T], timeout_s: float, look: Callable[[], N
 
 
 class TimedStore:
-    """A store whose requests end within a time.
+    """A store whose requests have a timeout.
 
     Args:
-        store: of torch. It is shared by all threads, of which one at a time can wait for an answer.
-        timeout_s: for each request.
-        deadline: on the monotonic clock, after which no request waits any more.
-        pending: the requests under way, by a unique key, with the time at which they were made.
+        store: the store of torch. All threads share it; one thread at a time can wait for an answer.
+        timeout_s: seconds for each request.
+        deadline: time on the monotonic clock at which all requests end.
+        pending: the start time of each request in progress, by a unique key.
     """
 
     raw: Store
@@ -118,7 +122,7 @@ class TimedStore:
         self._pending: dict[object, float] = {} if pending is None else pending
 
     def within(self, seconds: float) -> TimedStore:
-        """The same store, for requests that end within so many seconds from now, all together."""
+        """The same store, with a deadline `seconds` from now for all its requests together."""
         deadline = min(self._deadline, time.monotonic() + seconds)
         return TimedStore(self.raw, self._timeout_s, deadline, self._pending)
 
@@ -133,7 +137,7 @@ class TimedStore:
 
     @property
     def silent_s(self) -> float:
-        """For how long the oldest request has been without an answer; 0 if there is none."""
+        """Seconds since the oldest unanswered request was made; 0 if there is none."""
         begun = list(self._pending.values())
         return time.monotonic() - min(begun) if begun else 0.0
 
@@ -170,15 +174,15 @@ class TimedStore:
         self._ask(lambda: self.raw.multi_set(list(texts), list(texts.values())))  # type: ignore[attr-defined]
 
     def compare_set(self, key: str, before: str, text: str) -> None:
-        """Store `text` under `key` if that holds `before`; "" means that the key does not exist."""
+        """Store `text` under `key` if its value is `before`; "" means that the key does not exist."""
         self._ask(lambda: self.raw.compare_set(key, before, text))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under `key`; the sum."""
+        """Add `amount` to the number under `key`, and return the sum."""
         return int(self._ask(lambda: self.raw.add(key, amount)))
 
     def delete(self, key: str) -> None:
-        """Remove `key`, where the store can."""
+        """Remove `key`, if the store supports it."""
         with suppress(RuntimeError, NotImplementedError):
             self._ask(lambda: self.raw.delete_key(key))
 
@@ -186,14 +190,15 @@ class TimedStore:
         """The texts under `keys` once all of them exist.
 
         Args:
-            keys: what to wait for.
-            seconds: how long at most.
-            readers: the number of processes that wait at the same time.
+            keys: the keys to wait for.
+            seconds: the timeout.
+            readers: the number of processes that wait at the same time. Large groups query less often, because all
+                processes use one server.
 
         Raises:
-            TimeoutError: some do not exist in time.
+            TimeoutError: a key does not exist within `seconds`.
         """
-        # a second more for the last request, which tells a missing key from a store that does not answer
+        # one second more for the last request, which distinguishes a missing key from a store that does not answer
         store, pause, deadline = self.within(seconds + 1.0), _PAUSE_S, time.monotonic() + seconds
         while (found := store.find_all(keys)) is None:
             time.sleep(pause)
@@ -203,7 +208,8 @@ class TimedStore:
         return found
 
     def missing(self, keys: Sequence[str]) -> list[int]:
-        """The places in `keys` of those that do not exist: halves are asked for until they have all or one."""
+        """The indices in `keys` of the keys that do not exist, by binary search: a request reports only whether all of
+        its keys exist."""
         found, parts = list[int](), [range(len(keys))] if keys else []
         while parts:
             part = parts.pop()
@@ -235,7 +241,7 @@ class TimedStore:
             raise StoreSilentError(self.silence(seconds)) from None
 
     def silence(self, seconds: float) -> str:
-        """The message about a store that has not answered for so many seconds or longer."""
+        """The message about a store that has not answered for at least `seconds`."""
         point, here = address_of(self.raw), socket.gethostname()
         host = point.rpartition(":")[0]
         return (
@@ -245,14 +251,14 @@ class TimedStore:
 
 
 class KeyWait:
-    """Waits for a key on a connection of its own, in a daemon thread: the store tells, and nobody polls.
+    """Waits for a key over a separate connection, in a daemon thread, without polling.
 
-    torch 2.13.0 writes two lines of warnings where a wait runs out, so nobody lets it: `end` sets the key.
+    torch 2.13.0 logs two lines of warnings when `Store.wait` reaches its timeout. `end` therefore sets the key.
 
     Args:
-        store: where the key will be.
-        key: that another process sets.
-        seconds: after which the store gives up.
+        store: the store of the key.
+        key: the key that another process sets.
+        seconds: the timeout of the request to the store.
     """
 
     def __init__(self, store: TimedStore, key: str, seconds: float) -> None:
@@ -268,11 +274,11 @@ class KeyWait:
         self._woken.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the key is there, or the connection is lost, within so many seconds."""
+        """Wait up to `seconds`; whether the key exists or the connection is lost."""
         return self._woken.wait(seconds)
 
     def end(self) -> None:
-        """Wait no more."""
+        """End the wait."""
         if not self._woken.is_set():
             with suppress(RuntimeError, StoreSilentError):
                 self._store.within(_PIECE_S).set(self._key, "")

@@ -1,6 +1,7 @@
-"""Tensor subclasses that checkpoints may hold, and the parts of such a tensor.
+"""Tensor subclasses that checkpoints may contain, and the inner tensors of such a tensor.
 
-A checkpoint names the class of a value. The name is looked up here; nothing that a file names is imported.
+A checkpoint stores the name of the class of a value. The name is looked up in a table; for security, no module is
+imported because a file names it.
 """
 
 from __future__ import annotations
@@ -33,33 +34,36 @@ _KNOWN = {
     "torchao.PerRow": _AO,
     "torchao.PerTensor": _AO,
 }
-"""The modules of classes that are known without registration. They are imported where a checkpoint has one of them."""
+"""The modules of classes that need no registration. A module is imported when a checkpoint contains its class."""
 
 _registered: dict[str, type] = {}
 Class = TypeVar("Class", bound=type)
 
 
 def register_tensor_class(cls: Class, name: str | None = None) -> Class:
-    """Let checkpoints hold tensors of the subclass `cls`, as their inner tensors and attributes. Also a decorator.
+    """Allow tensors of the subclass `cls` in checkpoints. Usable as a decorator.
 
-    Register the class before a checkpoint is written or read. Attributes of a tensor may be values that a checkpoint
-    holds, enums and dataclasses; register the classes of the latter two likewise.
+    A checkpoint stores the inner tensors and the attributes of such a tensor. Register the class before you write or
+    read a checkpoint. An attribute can be any value that a checkpoint can store, an enum or a dataclass; register the
+    classes of enums and dataclasses, too.
 
     Args:
         cls: a subclass of `torch.Tensor` with `__tensor_flatten__` and `__tensor_unflatten__`, an enum or a dataclass.
-        name: names the class in checkpoints. Keep it when the class moves. By default the module and the class.
+        name: the name of the class in checkpoints, by default its module and qualified name. Keep the name when you
+            move or rename the class, so that old checkpoints can be read.
 
     Returns:
         `cls`.
 
     Raises:
-        ConfigurationError: `cls` is of another kind, or the name is that of another class.
+        ConfigurationError: `cls` is not one of these classes, or another class has this name.
     """
     name = name or f"{cls.__module__}.{cls.__qualname__}"
     if not (_is_wrapper(cls) or issubclass(cls, Enum) or dataclasses.is_dataclass(cls)):
         raise ConfigurationError(
-            f"register_tensor_class({cls.__name__}): the class is no subclass of torch.Tensor with __tensor_flatten__ "
-            "and __tensor_unflatten__, no enum and no dataclass. Return plain tensors from get_state() instead."
+            f"register_tensor_class({cls.__name__}): the class must be a subclass of torch.Tensor with "
+            "__tensor_flatten__ and __tensor_unflatten__, an enum or a dataclass. Return plain tensors from "
+            "get_state() instead."
         )
     if name in _KNOWN or _registered.get(name, cls) is not cls:
         raise ConfigurationError(f"register_tensor_class: {name!r} names another class. Write another name=.")
@@ -72,7 +76,7 @@ def _is_wrapper(cls: type) -> bool:
 
 
 def registered_name(cls: type) -> str | None:
-    """The name under which checkpoints may hold values of `cls`; None if there is none."""
+    """The name of `cls` in checkpoints; None if checkpoints cannot store its values."""
     known = f"torchao.{cls.__qualname__}"
     if cls.__module__.startswith("torchao.") and known in _KNOWN and registered_class(known) is cls:
         return known
@@ -80,33 +84,33 @@ def registered_name(cls: type) -> str | None:
 
 
 def registered_class(name: str) -> type:
-    """The class that `register_tensor_class` was given under `name`.
+    """The class that is registered under `name`.
 
     Raises:
-        ConfigurationError: there is none, or its package cannot be imported.
+        ConfigurationError: no class is registered under `name`, or its package cannot be imported.
     """
     if name in _registered:
         return _registered[name]
     if name not in _KNOWN:
         raise ConfigurationError(
-            f"the checkpoint holds a tensor of the class {name!r}. Import the module that defines the class, and call "
-            "trainstack.register_tensor_class(cls) before the checkpoint is read."
+            f"the checkpoint contains a tensor of the class {name!r}. Import the module that defines the class, and "
+            "call trainstack.register_tensor_class(cls) before the checkpoint is read."
         )
     try:
         found: type = getattr(import_module(_KNOWN[name]), name.rpartition(".")[2])
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"the checkpoint holds a {name}, and {_KNOWN[name]} has no such class here ({error}). Install the version "
-            "of torchao that the checkpoint was written with."
+            f"the checkpoint contains a {name}, but the installed {_KNOWN[name]} has no such class ({error}). Install "
+            "the version of torchao that the checkpoint was written with."
         ) from error
     return found
 
 
 def inner_tensors(value: Any) -> tuple[dict[str, Tensor], Any] | None:
-    """The tensors inside of a tensor subclass by their names, and its attributes; None for other values.
+    """The inner tensors of a tensor subclass by name, and its attributes; None for other values.
 
-    A `DTensor` has one inside, the part of this process. Other classes of torch, such as nested tensors, answer to all
-    operations themselves.
+    A `DTensor` has one inner tensor, the local shard. For other subclasses that torch defines, such as nested tensors,
+    the result is None.
     """
     cls = type(value)
     if cls is Tensor or not isinstance(value, Tensor) or not _is_wrapper(cls):
@@ -125,20 +129,20 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether `value` is a `DTensor`, of which each process holds a part or a copy."""
+    """Whether `value` is a `DTensor`; each process has a shard or a replica of it."""
     return type(value).__module__.startswith("torch.distributed.tensor") and isinstance(value, Tensor)
 
 
 def class_of(module: nn.Module) -> type:
-    """The class that `module` was made of; `fully_shard` makes another one of it, called FSDP..., with its methods."""
+    """The class of `module` before `fully_shard`, which replaces it with a subclass with the prefix "FSDP"."""
     classes = type(module).__mro__
     return next(one for one in classes if not any(base.__name__ == "FSDPModule" for base in one.__mro__))
 
 
 def shard_like(tensor: Tensor, like: Any) -> Tensor:
-    """The part of this process of a whole `tensor`, divided as the sharded tensor `like` is; no process waits.
+    """Shard the full `tensor` in the same way as the sharded tensor `like`, without communication.
 
-    Of a `DeferredTensor` that is divided by rows, only the rows of this process are read.
+    If `tensor` is a `DeferredTensor` that is sharded by rows, only the rows of this process are read.
     """
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -150,7 +154,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
         and placements == (Shard(0),)
     ):
         count = tensor.shape[0]
-        step = -(-count // mesh.size())  # torch divides as torch.chunk does
+        step = -(-count // mesh.size())  # `Shard` splits as torch.chunk does: all chunks but the last have this size
         first = min(count, mesh.get_local_rank() * step)
         local = tensor.rows(first, min(count, first + step)).to(like.device)
         return DTensor.from_local(
@@ -161,7 +165,7 @@ def shard_like(tensor: Tensor, like: Any) -> Tensor:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that have the memory of `tensor`: those inside of a tensor subclass, or `tensor` itself."""
+    """The tensors that own the memory of `tensor`: the inner tensors of a tensor subclass, or `tensor` itself."""
     found = inner_tensors(tensor)
     if found is None:
         yield tensor
@@ -171,7 +175,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def map_inner(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function(tensor)`; of a tensor subclass, the same subclass with `function` of each inner tensor."""
+    """`function(tensor)`; for a tensor subclass, the same subclass with `function` applied to each inner tensor."""
     found = inner_tensors(tensor)
     if found is None:
         return function(tensor)
@@ -180,7 +184,7 @@ def map_inner(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def join_inner(cls: Any, inner: dict[str, Tensor], attributes: Any, like: Any) -> Tensor:
-    """A tensor of the subclass `cls` with these parts; `like` has its `size` and `stride`."""
+    """A tensor of the subclass `cls` with these inner tensors, and with the `size` and `stride` of `like`."""
     if is_sharded(like):
         from torch.distributed.tensor import DTensor
 

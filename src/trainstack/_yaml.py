@@ -1,8 +1,8 @@
-"""YAML as plain values: text, numbers, bools, None, lists and dicts with text as keys.
+"""YAML as plain values: strings, numbers, bools, None, lists and dicts with strings as keys.
 
-The reader builds each value from the events of PyYAML's parser. It imports no module, looks up no name and knows no
-tag. It refuses features that make a short text expensive or ambiguous: anchors, merges, tags, deep nesting, duplicate
-keys, numbers of many digits.
+The reader builds each value from the events of PyYAML's parser. For security it does not import modules or resolve
+names. It refuses features with which a short text becomes expensive or ambiguous: anchors, merges, tags, deep nesting,
+duplicate keys, numbers of many digits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from trainstack._files import read_small
 from trainstack.errors import ConfigurationError
 
 Plain = Any
-"""None, bool, int, float, str, or a list or dict of these; keys of dicts are text."""
+"""None, bool, int, float, str, or a list or dict of these; keys of dicts are strings."""
 
 MAX_BYTES = 256 * 1024
-"""Of a file. PyYAML needs about 2 s for so many."""
+"""The largest file. PyYAML takes about 2 s to parse it."""
 
+# far above the arguments of a run; they bound the time and memory that a hostile file can take
 MAX_DEPTH = 16
 MAX_VALUES = 20_000
 MAX_TEXT = 16 * 1024
@@ -34,19 +35,19 @@ _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 def read_yaml(path: str | PathLike[str], read: Callable[[str, int], bytes] = read_small) -> dict[str, Plain]:
-    """The mapping in the YAML file `path`; an empty file is an empty one.
+    """The mapping in the YAML file `path`; {} for an empty file.
 
     Args:
-        path: of the file.
-        read: returns its content, and raises OSError if that has more bytes than its second argument.
+        path: the file.
+        read: takes the path and a number of bytes, and returns the content. It raises OSError if the file is larger.
 
     Raises:
-        ConfigurationError: the file does not exist, is not UTF-8 text, or has no mapping that `parse_yaml` reads.
+        ConfigurationError: the file does not exist, is not UTF-8 text, or is not a mapping that `parse_yaml` accepts.
     """
     name = os.fspath(path)
     values = parse_yaml(_text_of(name, read), name)
     if values is not None and not isinstance(values, dict):
-        raise ConfigurationError(f"{name!r} holds a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'.")
+        raise ConfigurationError(f"{name!r} contains a {type(values).__name__}; write a mapping, e.g. 'epochs: 3'.")
     return values or {}
 
 
@@ -69,14 +70,16 @@ def _text_of(path: str, read: Callable[[str, int], bytes]) -> str:
 def parse_yaml(text: str, where: str) -> Plain:
     """The plain value of a YAML text.
 
-    As in YAML 1.1 `yes`, `no`, `on` and `off` are bools. Unlike there `1:00:00` and `010` are text, dates are text, and
-    `1e-3` is a number.
+    As in YAML 1.1, `yes`, `no`, `on` and `off` are bools. Unlike in YAML 1.1, `1:00:00`, `010` and dates are strings,
+    and `1e-3` is a number.
 
     Args:
-        where: what errors begin with: the name of the file, for example.
+        text: the YAML text.
+        where: the beginning of error messages, for example the name of the file.
 
     Raises:
-        ConfigurationError: it is not valid YAML, or has a refused feature; with the line, and the keys above the value.
+        ConfigurationError: the text is not valid YAML, or uses a refused feature. The message has the line and the
+            keys of the value.
     """
     import yaml
 
@@ -96,7 +99,7 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)
 
 
 def write_yaml(value: Plain) -> str:
-    """The YAML text from which `parse_yaml` reads `value`; lists and dicts that occur twice are written twice."""
+    """The YAML text from which `parse_yaml` reads `value`; repeated lists and dicts are written without anchors."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -116,7 +119,7 @@ def write_yaml(value: Plain) -> str:
 
 
 class _Reader:
-    """Makes values of events.
+    """Builds values from the events of the parser.
 
     Args:
         yaml: PyYAML, which `import trainstack` does not load.
@@ -127,7 +130,7 @@ class _Reader:
         self._count = 0
 
     def document(self, events: Iterator[Any]) -> Plain:
-        """The value of the one document."""
+        """The value of the only document."""
         yaml, found, documents = self._yaml, None, 0
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):

@@ -4,28 +4,28 @@ TrainstackError
 ├── ConfigurationError (ValueError)      an argument, or a combination of arguments, is wrong
 │   ├── BackendSpecError                 the backend string is wrong
 │   ├── MissingExtraError (ImportError)  an optional package is needed and not installed
-│   ├── ApexUnavailableError             the apex that is installed, if any, has no amp that works here
-│   └── PrivacyError                     the guarantee of a private training would not hold
+│   ├── ApexUnavailableError             apex is not installed, or its amp does not work here
+│   └── PrivacyError                     the privacy guarantee would not be valid
 ├── ModuleContractError (TypeError)      the user's module, optimizer or loader broke its contract
 ├── NonFiniteError (ArithmeticError)     a loss or gradient became inf or nan
 ├── PeerError (RuntimeError)             another process failed
-├── ReplayMismatchError (RuntimeError)   a global step gave other bits when it was run a second time
+├── ReplayMismatchError (RuntimeError)   a global step was run twice, with different results
 ├── LaunchError (RuntimeError)           a process that launch() started failed
 ├── PrivacyBudgetError (RuntimeError)    a private step would exceed the budget
 └── CheckpointError                      a checkpoint cannot be written or read
     ├── CheckpointNotFoundError (FileNotFoundError)
     ├── CheckpointDamagedError           a file is missing, truncated or altered
-    ├── CheckpointMismatchError          an intact checkpoint of something else
+    ├── CheckpointMismatchError          an intact checkpoint of another model, backend or data set
     ├── LeaseError                       another process owns the directory of the run
     ├── PrivacyLedgerError               the ledger of a private run is missing, old or damaged
-    ├── SignatureError                   a signature is missing, of another key, or the files differ from it
-    └── UnsupportedStateError (TypeError) a value that the format cannot hold
+    ├── SignatureError                   a signature is missing or of another key, or the files do not match it
+    └── UnsupportedStateError (TypeError) a value that a checkpoint cannot store
 
-Preempted (SystemExit)               a signal stopped the training in good order; no error
-StopTraining (Exception)             what you raise in a hook or callback to end the training; no error
+Preempted (SystemExit)               a signal stopped the training at the end of a step; not an error
+StopTraining (Exception)             raise it in a hook or callback to end the training; not an error
 
-Each message says what was given, what is wrong with it and what to write instead. docs/troubleshooting.md has a section
-for each class, with what does not fit into a sentence.
+Each message contains the given value, the problem and the correction. docs/troubleshooting.md has a section for each
+class, with details.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class TrainstackError(Exception):
-    """The root: `except TrainstackError` catches what the library itself refuses."""
+    """The base class of all errors of this library."""
 
 
 class ConfigurationError(TrainstackError, ValueError):
@@ -65,7 +65,7 @@ class ConfigurationError(TrainstackError, ValueError):
 
 
 class BackendSpecError(ConfigurationError):
-    """A backend string such as `"amp-sp"` does not name a legal stack."""
+    """A backend string such as `"amp-sp"` is not a valid stack of backends."""
 
 
 class MissingExtraError(ConfigurationError, ImportError):
@@ -79,38 +79,38 @@ class MissingExtraError(ConfigurationError, ImportError):
 
 
 class ApexUnavailableError(ConfigurationError):
-    """A backend needs `apex.amp`; the message says which apex was found and what to write instead."""
+    """A backend needs `apex.amp`; the message has the apex that was found, and an alternative."""
 
 
 class PrivacyError(ConfigurationError):
-    """The guarantee of a private training would not hold.
+    """The privacy guarantee of the training would not be valid.
 
-    Before training the message lists every reason, each with the cure. During training it is raised when a check of
-    that step fails, such as a change of weights outside of the optimizers.
+    If it is raised before training, the message lists every reason with its correction. During training it is raised
+    when a check of a step fails, for example because weights were changed outside of the optimizers.
     """
 
 
 class ModuleContractError(TrainstackError, TypeError):
-    """A hook of the user's module returned something the trainer cannot work with."""
+    """A hook of the user's module returned a value that the trainer cannot use."""
 
 
 class NonFiniteError(TrainstackError, ArithmeticError):
-    """A loss or a gradient is inf or nan; the message names epoch, step and batch."""
+    """A loss or a gradient is inf or nan; the message has the epoch, the step and the batch."""
 
 
 class PeerError(TrainstackError, RuntimeError):
-    """Another process of the run failed; the message names its rank and carries its error."""
+    """Another process of the run failed; the message has its rank and its error."""
 
 
 class ReplayMismatchError(TrainstackError, RuntimeError):
-    """A global step was run twice from the same state and gave other bits; see docs/determinism.md.
+    """A global step was run twice from the same state, and the results differ in a bit; see docs/determinism.md.
 
     Args:
-        message: what differs, and what to do.
+        message: the difference, and the correction.
         step: the global step, counted from 1.
-        rank: of the process that saw the difference.
+        rank: the rank of the process that found the difference.
         quantity: `"loss"` or `"gradient"`.
-        parameter: the first parameter, by name, whose gradient differs; None if only losses do.
+        parameter: the name of the first parameter whose gradient differs; None if only losses differ.
     """
 
     def __init__(self, message: str, *, step: int, rank: int, quantity: str, parameter: str | None) -> None:
@@ -122,10 +122,10 @@ class LaunchError(TrainstackError, RuntimeError):
     """A process that `launch` started failed, or could not be started.
 
     Args:
-        message: what happened, with the traceback of the process where there is one.
-        rank: the global rank of the process; None where no single one is to blame.
-        exitcode: as `multiprocessing` counts: -9 for SIGKILL; None where there was none.
-        child_traceback: the traceback's text; "" where the process left none.
+        message: the failure, with the traceback of the process if there is one.
+        rank: the global rank of the process; None if the failure is not that of a single process.
+        exitcode: the exit code as in `multiprocessing`, for example -9 for SIGKILL; None if there is none.
+        child_traceback: the traceback of the process as text; "" if there is none.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LaunchError(TrainstackError, RuntimeError):
 
 
 class PrivacyBudgetError(TrainstackError, RuntimeError):
-    """A private step would exceed the budget of the run or of its ledger. The step was neither charged nor taken."""
+    """A private step would exceed the budget of the run or of its ledger. The step was not accounted or executed."""
 
 
 class CheckpointError(TrainstackError):
@@ -146,11 +146,11 @@ class CheckpointError(TrainstackError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was asked for."""
+    """The requested checkpoint does not exist."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """A checkpoint's files do not agree with its manifest."""
+    """The files of a checkpoint do not match its manifest."""
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -158,7 +158,7 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class LeaseError(CheckpointError):
-    """Another process owns the directory of the run, or has taken it over from this one."""
+    """Another process owns the directory of the run, or has acquired it from this process."""
 
 
 class PrivacyLedgerError(CheckpointError):
@@ -166,20 +166,20 @@ class PrivacyLedgerError(CheckpointError):
 
 
 class SignatureError(CheckpointError):
-    """A checkpoint is not signed, is signed by another key, or is not as it was signed."""
+    """A checkpoint is not signed, is signed with another key, or was changed after it was signed."""
 
 
 class UnsupportedStateError(CheckpointError, TypeError):
-    """A state holds a value that the checkpoint format does not store."""
+    """A state contains a value that the checkpoint format cannot store."""
 
 
 class Preempted(SystemExit):
-    """SIGTERM, SIGHUP or SIGUSR1 stopped the training, and what was trained is saved.
+    """SIGTERM, SIGHUP or SIGUSR1 stopped the training, after a checkpoint was saved.
 
-    Nobody catches a `SystemExit` by accident, so the process ends with `code` unless you catch it by name.
+    `except Exception` does not catch a `SystemExit`, so the process exits with `code` unless you catch this class.
 
     Attributes:
-        code: 75, which sysexits.h calls EX_TEMPFAIL: run me again.
+        code: 75, EX_TEMPFAIL in sysexits.h: a temporary failure, start the program again.
         signal: the number of the signal.
     """
 
@@ -195,12 +195,12 @@ class Preempted(SystemExit):
 
 
 class StopTraining(Exception):
-    """Raise it in a hook, a callback or a function that subscribes to an event, and the training ends in good order.
+    """Raise it in a hook, a callback or an event handler to end the training, as `trainer.request_stop` does.
 
-    The others are still called and the step under way is finished; it is as if `trainer.request_stop` had been called.
+    The remaining callbacks and handlers are called, and the current step is completed.
 
     Args:
-        reason: what `trainer.stop_reason` says afterwards.
+        reason: the value of `trainer.stop_reason` afterwards.
     """
 
     def __init__(self, reason: str = "") -> None:
@@ -209,14 +209,14 @@ class StopTraining(Exception):
 
 
 OTHER_RUN = (
-    "resume='auto' continues a run of the same settings alone. Write resume=True to go on with those of the "
+    "resume='auto' continues only a run with the same settings. Write resume=True to continue with the settings of the "
     "checkpoint, or another output_dir to begin a new run."
 )
-"""The end of an error about a setting that would be without effect."""
+"""The end of an error about a setting that would have no effect."""
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Attach `note` to `error` in place; Python prints it below the traceback (from 3.11 on)."""
+    """Add `note` to the notes of `error`; Python 3.11 and later print it below the traceback."""
     notes = list(getattr(error, "__notes__", ()))
     if note not in notes:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

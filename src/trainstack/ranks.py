@@ -1,6 +1,6 @@
-"""Rank-dependent execution: once, or on the first process before the others.
+"""Rank-dependent execution: in one process only, or in one process before the others.
 
-A leaf module: it asks torch.distributed, or where there is no group the launcher's variables.
+The ranks are those of torch.distributed or, without a process group, of the environment variables of the launcher.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ T = TypeVar("T")
 _DONE = "done"
 
 _REQUEST_S = 120.0
-"""For one answer of the store. After an interruption of 25 s TCP may need as long again until it repeats a packet."""
+"""Timeout of one request to the store. After an interruption of the network of 25 s, TCP may take as long again until
+it retransmits a packet."""
 
 
 def global_rank() -> int:
-    """This process among all: from the process group if there is one, else from the launcher's variables, else 0."""
+    """The rank of this process: of the process group if there is one, else of the launcher's variables, else 0."""
     return dist.get_rank() if _has_group() else _first_number("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def local_rank() -> int:
-    """This process among those of its machine, from the launcher's variables; 0 without them."""
+    """The rank of this process on its machine, from the launcher's variables; 0 without them."""
     return _first_number("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
-    """Call `fn` in the process of rank 0 and nowhere else; the others get None at once.
+    """Call `fn` only on rank 0; on the other ranks the decorated function returns None immediately.
 
-    The rank is looked up at each call, so decorating at import, before there is a group, is fine. Nobody waits
-    for anybody: `fn` may raise, and the decorated function may be called by rank 0 alone.
+    The rank is read at each call, so a function can be decorated before the process group is initialized. The processes
+    do not wait for each other: `fn` may raise, and only rank 0 needs to call the decorated function.
     """
 
     @functools.wraps(fn)
@@ -51,28 +52,34 @@ def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def print_once(*args: Any, once: Literal["world", "node"] = "world", **kwargs: Any) -> None:
-    """`print`, by one process of the world or one of each machine."""
+    """`print` in one process of the job, or in one process of each machine.
+
+    Args:
+        args: as for `print`.
+        once: `"world"` prints on rank 0, `"node"` on local rank 0 of each machine.
+        kwargs: as for `print`.
+    """
     if (global_rank() if once == "world" else local_rank()) == 0:
         print(*args, **kwargs)  # noqa: T201 - the caller asked for it
 
 
 @contextmanager
 def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Iterator[bool]:
-    """Let rank 0 go through the body first, and the others after it: one downloads, all read.
+    """Run the body on rank 0 first, and then on the other ranks, for example to download a file once.
 
-    All processes have to enter it. It cannot hang: when the first one raises, the others raise, too, without entering
-    the body; when another one raises, the first has long gone on, because it waits for nobody. Without a process
-    group, or in a group of one, the body is simply run.
+    All processes have to enter it. If the first process raises, the others raise, too, without running the body. The
+    first process does not wait for the others, so an exception in them does not block it. Without a process group, and
+    in a group of one process, the body is run without waiting.
 
     Args:
-        local: one process of each machine goes first, for files that machines do not share.
-        timeout_s: seconds after which those who wait give up.
+        local: run the body first on one process of each machine, for files that machines do not share.
+        timeout_s: seconds that the other processes wait for the first one.
 
     Yields:
-        Whether this process is the one that goes first.
+        Whether this process is the first one.
 
     Raises:
-        TrainstackError: in those who wait, when the first has raised or has not come in time.
+        TrainstackError: in the waiting processes, if the first one has raised, or has not left the body in time.
     """
     if not _has_group() or dist.get_world_size() == 1:
         yield True
@@ -93,9 +100,9 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
 
 
 def exchange(subject: str, text: str, *, timeout_s: float = 600.0) -> list[str]:
-    """What every process of the group says on `subject`, by rank; all have to call it.
+    """The `text` of every process of the group, by rank; all processes have to call it with the same `subject`.
 
-    It goes through the group's store, so it works with every backend, and before a device is chosen.
+    It uses the store of the group, so it works with every backend, and before a device is chosen.
 
     Raises:
         TrainstackError: a process has not called it within `timeout_s`, or the store does not answer.
@@ -111,13 +118,13 @@ def exchange(subject: str, text: str, *, timeout_s: float = 600.0) -> list[str]:
     except TimeoutError as error:
         missing = ", ".join(map(str, store.within(_REQUEST_S).missing(keys)))
         raise TrainstackError(
-            f"rank {dist.get_rank()} has waited {timeout_s:g} s for what all {size} ranks say about {subject!r}; ranks "
-            f"without a word: {missing}. All have to make the same calls; look at the output of the missing ones."
+            f"rank {dist.get_rank()} has waited {timeout_s:g} s for the values of all {size} ranks for {subject!r}; "
+            f"missing ranks: {missing}. All ranks have to make the same calls; look at the output of the missing ranks."
         ) from error
 
 
 def host_identity() -> str:
-    """A name for this machine; two agents of torchrun on one host count as two machines."""
+    """A name of this machine; two agents of torchrun on one host count as two machines."""
     return f"{os.environ.get('GROUP_RANK', '')}@{socket.gethostname()}"
 
 

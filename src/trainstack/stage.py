@@ -6,7 +6,7 @@ import enum
 
 
 class Stage(enum.Enum):
-    """The stage a module's `forward` is called in."""
+    """The purpose for which the `forward` of a module is called."""
 
     TRAIN = 1
     VAL = 2

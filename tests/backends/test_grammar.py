@@ -63,13 +63,13 @@ def test_one_spelling_a_stack() -> None:
     ("spec", "message"),
     [
         ("amp-sp", "backend 'amp-sp': 'sp' goes outside 'amp'. Write 'sp-amp'."),
-        ("sp-apm", "backend 'sp-apm': no layer is called 'apm'. Did you mean 'amp'?"),
+        ("sp-apm", "backend 'sp-apm': no layer has the name 'apm'. Did you mean 'amp'?"),
         ("amp", "backend 'amp': a stack starts with a process layer. Write 'sp-amp'."),
-        ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' stands twice. Write 'sp-amp'."),
+        ("sp-amp-amp", "backend 'sp-amp-amp': 'amp' occurs twice. Write 'sp-amp'."),
         ("sp-amp-dp", f"backend 'sp-amp-dp': {SCALED} Write 'sp-dp'."),
         ("dp-amp", f"backend 'dp-amp': {SCALED} Write 'sp-dp'."),
         ("ddp_bf16", "backend 'ddp_bf16': layers are joined by '-'. Write 'ddp-bf16'."),
-        ("sp-quantum", f"backend 'sp-quantum': no layer is called 'quantum'. There are {KNOWN}."),
+        ("sp-quantum", f"backend 'sp-quantum': no layer has the name 'quantum'. The layers are {KNOWN}."),
     ],
 )
 def test_the_sentences(spec: str, message: str) -> None:
@@ -122,7 +122,7 @@ def test_several_layers_of_ones_own_work_in_the_order_written(own_layer: type[An
             trainer.train()
             assert calls == [f"count {weight}"]
             calls.clear()
-        with pytest.raises(ts.BackendSpecError, match="'count' stands twice"):
+        with pytest.raises(ts.BackendSpecError, match="'count' occurs twice"):
             ts.build_trainer_backend("sp-count-halve-count")
     finally:
         ts.unregister("count")
@@ -138,7 +138,7 @@ def test_a_token_is_taken_once_and_spelt_simply(own_layer: type[Any]) -> None:
 
 @pytest.mark.parametrize("options", [1024, None, "init_scale", [("init_scale", 1024.0)]], ids=repr)
 def test_options_are_given_by_name(options: Any) -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"'amp': .* is no mapping. Write them by name: amp=\{'NAME': "):
+    with pytest.raises(ts.ConfigurationError, match=r"'amp': .* is not a mapping. Write them by name: amp=\{'NAME': "):
         ts.build_trainer_backend("sp-amp", amp=options)
 
 

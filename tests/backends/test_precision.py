@@ -118,7 +118,9 @@ def test_options_reach_the_layer() -> None:
 
 def test_the_scaler_is_switched_off_in_the_string_only() -> None:
     for enabled in (False, True):
-        with pytest.raises(ts.ConfigurationError, match=rf"enabled={enabled}: the backend string says.*backend='sp'"):
+        with pytest.raises(
+            ts.ConfigurationError, match=rf"enabled={enabled}: the backend string decides.*backend='sp'"
+        ):
             ts.build_trainer_backend("sp-amp", amp={"enabled": enabled})
 
 

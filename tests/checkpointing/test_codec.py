@@ -209,7 +209,7 @@ class OwnDict(dict[str, int]):
         (np.array([object()]), "dtype object"),
         (np.zeros(1, dtype=[("a", "i4")]), "ndarray"),
         (lambda: 0, "function"),
-        (defaultdict(lambda: 0), "defaultdict with a factory of its own"),
+        (defaultdict(lambda: 0), "defaultdict with a custom factory"),
         (defaultdict(Path), "bool, int, float"),
     ],
     ids=lambda value: type(value).__name__,
@@ -218,7 +218,7 @@ def test_a_value_that_cannot_be_stored_is_named_with_its_place(value: Any, words
     with pytest.raises(UnsupportedStateError) as caught:
         StateEncoder().encode({"optimizers": [{"state": {3: {"foo": value}}}]}, "trainer_state")
     message = str(caught.value)
-    assert message.startswith("trainer_state.optimizers[0].state[3].foo holds a ")
+    assert message.startswith("trainer_state.optimizers[0].state[3].foo contains a ")
     assert words in message
     assert "get_state()" in message
 
@@ -229,7 +229,7 @@ def test_a_quantized_tensor_is_refused_by_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(UnsupportedStateError, match=r"state\.q holds a .*quantized"):
+    with pytest.raises(UnsupportedStateError, match=r"state\.q contains a .*quantized"):
         StateEncoder().encode({"q": tensor}, "state")
 
 

@@ -91,9 +91,7 @@ def test_an_export_of_another_state_is_kept_with_files_added_to_it(tmp_path: Pat
     path = ts.export_model({"w": torch.tensor(1.0)}, tmp_path / "model")
     for name in ("README.md", "tokenizer.json"):
         (path / name).write_text("mine")
-    with pytest.raises(
-        CheckpointError, match=r"an export of another state.*Give another path, or write overwrite=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"an export of another state.*Use another path, or write overwrite=True"):
         ts.export_model({"w": torch.tensor(2.0)}, path)
     ts.export_model({"w": torch.tensor(1.0)}, path)
     assert [(path / name).read_text() for name in ("README.md", "tokenizer.json")] == ["mine", "mine"]
@@ -126,8 +124,8 @@ def test_an_export_overwrites_an_export_and_nothing_else(tmp_path: Path) -> None
         ts.export_model(nn.Linear(1, 1), checkpoint)
     (tmp_path / "notes").mkdir()
     with pytest.raises(
-        CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or give another path"
+        CheckpointError, match=r"is not a checkpoint, so it is not replaced\. Move it away, or use another path"
     ):
         ts.export_model(nn.Linear(1, 1), tmp_path / "notes")
-    with pytest.raises(ts.ConfigurationError, match=r"given a list\. Give it a module or a state dict"):
+    with pytest.raises(ts.ConfigurationError, match=r"got a list\. Pass a module or a state dict"):
         ts.export_model([1], tmp_path / "list")  # type: ignore[arg-type]

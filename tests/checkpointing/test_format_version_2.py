@@ -165,7 +165,7 @@ def test_a_begin_entry_has_a_manifest_alone(tmp_path: Path) -> None:
     assert (content.kind, content.run_id, content.files, content.root) == ("begin", "r1", {}, None)
     verify_checkpoint(path)
     for use in (read_checkpoint, read_model):
-        with pytest.raises(CheckpointMismatchError, match="holds no state"):
+        with pytest.raises(CheckpointMismatchError, match="has no state"):
             use(path)
 
 

@@ -33,7 +33,7 @@ def test_the_successor_keeps_its_checkpoints(steps: list[int], tmp_path: Path, m
         writing._written_here.clear()  # it is another process
 
     with pytest.raises(
-        CheckpointError, match=rf"run-40 was not written: run-{steps[-1]} was written meanwhile by anot"
+        CheckpointError, match=rf"run-40 was not written: another start of this run has written run-{steps[-1]}"
     ):
         write_slowly(tmp_path, monkeypatch, successor)
 

@@ -66,7 +66,7 @@ def test_a_refusal_of_the_server_is_an_error(hub: Hub, tmp_path: Path) -> None:
 def test_only_exports_are_pushed(tmp_path: Path) -> None:
     saved = train(Classifier(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
     for path in (tmp_path / "nothing", saved.checkpointer.save_dir / "checkpoint-000000006"):  # type: ignore[attr-defined]
-        with pytest.raises(ts.ConfigurationError, match="that is no export"):
+        with pytest.raises(ts.ConfigurationError, match="this is not an export"):
             ts.push_to_hub(path, "me/line")
 
 

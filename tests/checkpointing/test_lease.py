@@ -123,7 +123,7 @@ def test_a_silent_owner_elsewhere_is_replaced_after_its_timeout(tmp_path: Path, 
     assert SHORT_S <= time.monotonic() - before < patience(SHORT_S)
     (line,) = said
     assert "process 7 on elsewhere, which has not released it" in line
-    assert f"taken over after {SHORT_S:g} s of silence" in line
+    assert f"acquires it after {SHORT_S:g} s without one" in line
 
 
 def test_an_owner_elsewhere_that_gives_a_sign_of_life_is_not_replaced(

@@ -108,10 +108,10 @@ def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": "../secret.safetensors"}}, "is not the name of a .safetensors file beside it"),
-        ({"weight_map": {"a": "model.bin"}}, "is not the name of a .safetensors file beside it"),
-        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not beside it"),
-        ({"weight_map": {"a": "one.safetensors"}}, "says that one.safetensors has 'a', and it does not"),
+        ({"weight_map": {"a": "../secret.safetensors"}}, "is not the name of a .safetensors file in its folder"),
+        ({"weight_map": {"a": "model.bin"}}, "is not the name of a .safetensors file in its folder"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "names gone.safetensors, which is not in its folder"),
+        ({"weight_map": {"a": "one.safetensors"}}, "says that one.safetensors has 'a', which is not so"),
         ([], "is not an index of safetensors files"),
     ],
 )
@@ -217,5 +217,5 @@ def test_shards_and_index_have_the_same_names(tmp_path: Path) -> None:
         ts.warm_start(Net(), index)
     twice = json.dumps(content).replace('"weight_map": {', '"weight_map": {"head.weight": "other.safetensors", ')
     index.write_text(twice)
-    with pytest.raises(CheckpointDamagedError, match=r"'head\.weight' is there twice"):
+    with pytest.raises(CheckpointDamagedError, match=r"'head\.weight' occurs twice"):
         ts.warm_start(Net(), index)

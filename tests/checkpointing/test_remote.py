@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_that_is_named_is_refused(
     with pytest.raises(ts.CheckpointDamagedError, match=f"{RUN}/{damaged}"):
         fetch(f"{RUN}/{damaged}", tmp_path / "named")
     assert fetch(RUN, tmp_path / "any").name != newest
-    assert "passing over a damaged checkpoint" in caplog.text
+    assert "skipping a damaged checkpoint" in caplog.text
 
 
 def test_names_with_and_without_the_hash_and_pointers_lead_to_a_checkpoint(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_an_export_is_not_replaced_unasked(tmp_path: Path) -> None:
         upload_export(other, address, overwrite=False)
     upload_export(other, address, overwrite=True)
     assert torch.equal(ts.read_model(fetch(address))["w"], torch.zeros(2))
-    with pytest.raises(ts.CheckpointError, match="holds other files"):
+    with pytest.raises(ts.CheckpointError, match="has other files"):
         upload_export(one, "memory://bucket", overwrite=True)
 
 

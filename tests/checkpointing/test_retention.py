@@ -214,8 +214,8 @@ def test_a_fresh_run_among_checkpoints_of_an_earlier_one_says_so(
     fresh.begin_run(resumed=False)
     (said,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     newest = tmp_path / "checkpoint-000000002"
-    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run neither goes on from there nor")
-    assert f"To go on from the newest write resume='{newest}'; to keep runs apart give this one another" in said
+    assert said.startswith(f"{tmp_path} has 2 checkpoints of an earlier run. This run neither resumes from there nor")
+    assert f"To resume from the newest write resume='{newest}'; to keep runs apart give this another" in said
     assert mark_of(checkpointer(tmp_path).load(newest)) == 2
     save_all(fresh, [7.0])
     found = [(info.global_step, info.metrics["val/loss"]) for info in list_checkpoints(tmp_path)]

@@ -134,7 +134,7 @@ def test_manifests_with_names_of_no_part_are_refused(original: Path, name: str) 
     content = read_manifest(original / "checkpoint-000000002")
     files = json.loads(render(content))["files"]
     files[name] = files["model.rank-00001-of-00003.safetensors"]
-    with pytest.raises(CheckpointDamagedError, match=r"different numbers of files|is no file"):
+    with pytest.raises(CheckpointDamagedError, match=r"different numbers of files|is not a file"):
         parse(signed(content, files=files), Path("MANIFEST.json"))
 
 

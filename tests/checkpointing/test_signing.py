@@ -201,28 +201,28 @@ def _edit_list_of_files(path: Path) -> str:
     body = json.loads((path / "SIGNATURE.json").read_text())
     body["files"]["state.json"]["sha256"] = "0" * 64
     (path / "SIGNATURE.json").write_text(json.dumps(body))
-    return "the signature does not fit its content"
+    return "the signature does not match its content"
 
 
 def _edit_step(path: Path) -> str:
     body = json.loads((path / "SIGNATURE.json").read_text())
     body["global_step"] = 1000
     (path / "SIGNATURE.json").write_text(json.dumps(body))
-    return "the signature does not fit its content"
+    return "the signature does not match its content"
 
 
 def _empty_signature(path: Path) -> str:
     body = json.loads((path / "SIGNATURE.json").read_text())
     body["signature"] = base64.b64encode(bytes(64)).decode()
     (path / "SIGNATURE.json").write_text(json.dumps(body))
-    return "the signature does not fit its content"
+    return "the signature does not match its content"
 
 
 def _unknown_algorithm(path: Path) -> str:
     body = json.loads((path / "SIGNATURE.json").read_text())
     body["algorithm"] = "none"
     (path / "SIGNATURE.json").write_text(json.dumps(body))
-    return "is no signature that can be read: the field 'algorithm'"
+    return "is not a readable signature: the field 'algorithm'"
 
 
 def _remove_signature(path: Path) -> str:
@@ -268,7 +268,7 @@ def test_the_key_of_another_person_is_refused(signed: Path, key: Path, tmp_path:
     body = json.loads((signed / "SIGNATURE.json").read_text())
     body["public_key"] = keys.fingerprint_of(keys.read_public_key(public(key)))
     (signed / "SIGNATURE.json").write_text(json.dumps(body))
-    with pytest.raises(SignatureError, match="the signature does not fit its content"):
+    with pytest.raises(SignatureError, match="the signature does not match its content"):
         verify_signature(signed, public(key))
 
 
@@ -280,7 +280,7 @@ def test_a_signature_over_the_same_text_for_another_purpose_does_not_count(tmp_p
     body["signature"] = base64.b64encode(keys.read_private_key(key).sign(bare)).decode()
     (path / "SIGNATURE.json").write_text(json.dumps(body))
 
-    with pytest.raises(SignatureError, match="the signature does not fit its content"):
+    with pytest.raises(SignatureError, match="the signature does not match its content"):
         verify_signature(path, public(key))
 
 
@@ -333,10 +333,10 @@ class TestKeys:
         curve = ec.generate_private_key(ec.SECP256R1())
         locked = serialization.BestAvailableEncryption(b"secret")
         files: dict[str, tuple[bytes, str]] = {
-            "text": (b"hello", "holds no private key"),
+            "text": (b"hello", "contains no usable private key"),
             "curve": (curve.private_bytes(pem, pkcs8, serialization.NoEncryption()), "is a key of another kind"),
             "locked": (ed25519.Ed25519PrivateKey.generate().private_bytes(pem, pkcs8, locked), "without a password"),
-            "public": (public(key).read_bytes(), "holds no private key"),
+            "public": (public(key).read_bytes(), "contains no usable private key"),
         }
         for name, (data, message) in files.items():
             (tmp_path / name).write_bytes(data)

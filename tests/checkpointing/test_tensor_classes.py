@@ -83,12 +83,12 @@ def test_a_name_in_a_file_is_never_imported() -> None:
     encoder = StateEncoder()
     tree = encoder.encode({"w": halves()})
     tree["w"]["name"] = f"{Way.__module__}.Way"  # registered, and no tensor
-    with pytest.raises(CheckpointDamagedError, match="is no Tensor"):
+    with pytest.raises(CheckpointDamagedError, match="is not a Tensor"):
         StateDecoder(encoder.pop_tensors()).decode(tree)
 
 
 def test_only_suitable_classes_are_registered() -> None:
-    with pytest.raises(ConfigurationError, match="no subclass of torch"):
+    with pytest.raises(ConfigurationError, match="must be a subclass of torch"):
         ts.register_tensor_class(dict)
     with pytest.raises(ConfigurationError, match="names another class"):
         ts.register_tensor_class(Way, "torchao.OptimState8bit")

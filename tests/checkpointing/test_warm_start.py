@@ -43,8 +43,8 @@ class TestWarmStart:
             "head.bias": "float32 [3] there, float32 [5] in the model",
         }
         assert str(report) == (
-            "loaded 1 tensor from the given tensors; 1 missing there stay as they were built: body.bias; 1 there have "
-            "no place in the model: extra; 2 do not fit and stay as they were built: head.weight (float32 [3, 4] "
+            "loaded 1 tensor from the given tensors; 1 missing there keep their initial values: body.bias; 1 there are "
+            "not in the model: extra; 2 do not fit and keep their initial values: head.weight (float32 [3, 4] "
             "there, float32 [5, 4] in the model), head.bias (float32 [3] there, float32 [5] in the model)"
         )
 
@@ -59,7 +59,7 @@ class TestWarmStart:
         model = Net(5)
         before = model.body.weight.clone()
 
-        with pytest.raises(CheckpointMismatchError, match=r"does not fit Net in everything.*head\.weight"):
+        with pytest.raises(CheckpointMismatchError, match=r"does not fit Net completely.*head\.weight"):
             ts.warm_start(model, Net(3).state_dict(), strict=True)
         assert torch.equal(model.body.weight, before)
 
@@ -71,12 +71,12 @@ class TestWarmStart:
 
         with pytest.raises(
             CheckpointMismatchError,
-            match=r"it holds body.weight.*has student\.body.*'student', 'teacher' alike.*module\.student, ",
+            match=r"it has body.weight.*has student\.body.*'student', 'teacher' equally.*module\.student, ",
         ):
             ts.warm_start(Pair(), Net().state_dict())
-        with pytest.raises(CheckpointMismatchError, match=r"it holds a; the model has .*rename"):
+        with pytest.raises(CheckpointMismatchError, match=r"it has a; the model has .*rename"):
             ts.warm_start(Net(), {"a": torch.ones(1)})
-        with pytest.raises(CheckpointMismatchError, match="it holds no tensors"):
+        with pytest.raises(CheckpointMismatchError, match="it has no tensors"):
             ts.warm_start(Net(), {"note": "text"})
 
     def test_another_precision_fits_and_another_kind_of_number_does_not(self) -> None:
@@ -141,7 +141,7 @@ class TestWarmStart:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
         with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
             ts.warm_start(Net(), tmp_path / "text.safetensors")
-        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Give a checkpoint, an export, a folder"):
+        with pytest.raises(CheckpointNotFoundError, match=r"does not exist\. Name a checkpoint, an export, a folder"):
             ts.warm_start(Net(), tmp_path / "nowhere")
         (tmp_path / "text.safetensors").unlink()
         with pytest.raises(CheckpointNotFoundError, match="is not a checkpoint"):
@@ -180,7 +180,7 @@ class TestForeignWeights:
     def test_files_without_weights(self, tmp_path: Path) -> None:
         for content, message in (
             ({"epoch": 3}, r"a dict with the keys \['epoch'\], in which there is no state dict"),
-            ([torch.ones(1)], "holds a list, in which there is no state dict"),
+            ([torch.ones(1)], "contains a list, in which there is no state dict"),
         ):
             torch.save(content, tmp_path / "weights.pt")
             with pytest.raises(CheckpointMismatchError, match=message):
@@ -190,7 +190,7 @@ class TestForeignWeights:
 
     def test_a_whole_pickled_model_is_refused(self, tmp_path: Path) -> None:
         torch.save(Net(), tmp_path / "model.pt")
-        with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*model\.state_dict\(\) alone"):
+        with pytest.raises(CheckpointMismatchError, match=r"was not read: .*refused it.*only model\.state_dict\(\)"):
             ts.load_torch_weights(tmp_path / "model.pt")
 
 
@@ -227,6 +227,6 @@ def test_values_that_the_model_does_not_hold_are_not_loaded(given: torch.Tensor,
     model.register_buffer("others", torch.zeros(1))
     report = ts.warm_start(model, {"values": given, "others": torch.tensor([torch.inf], dtype=torch.float64)})
     assert report.loaded == ("others",)  # inf is a value that the source has
-    assert "does not hold" in report.mismatched["values"]
+    assert "cannot hold" in report.mismatched["values"]
     assert (model.get_buffer("values") == 0).all()
     assert ts.warm_start(model, {"values": given[:1].expand(2)}).mismatched == {}

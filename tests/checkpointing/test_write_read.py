@@ -88,9 +88,9 @@ def test_an_empty_checkpoint_is_empty() -> None:
 
 
 def test_state_that_cannot_be_stored_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedStateError, match=r"trainer_backend_state\.sp holds a object"):
+    with pytest.raises(UnsupportedStateError, match=r"trainer_backend_state\.sp contains a object"):
         write_checkpoint(Checkpoint(trainer_backend_state={"sp": object()}), tmp_path / "new", "a")
-    with pytest.raises(UnsupportedStateError, match="plan holds a tensor or array at 'x'"):
+    with pytest.raises(UnsupportedStateError, match="plan contains a tensor or array at 'x'"):
         write_checkpoint(Checkpoint(plan={"x": torch.ones(1)}), tmp_path / "new", "a")
     assert not (tmp_path / "new").exists()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
+import torch
 
 import trainstack as ts
+from tools.pages import ROOT
 from trainstack.cli.main import main
 
 
@@ -21,10 +24,8 @@ def test_plan_prints_the_arithmetic_of_a_run(capsys: pytest.CaptureFixture[str])
     sizes = ["--samples", "1000", "--train_batch_size", "64", "--gpu_batch_size_limit", "8", "--processes", "4"]
     assert main(["plan", *sizes, "--epochs", "3"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
-        "global batch 64 = 4 processes x 2 micro-batches x 8",
-        "samples an epoch 1000 (last step: 40)",
-        "global steps an epoch 16",
-        "global steps in all 48 in 3 epochs",
+        "batch 64 samples = 4 processes x 2 micro-batches x 8",
+        "steps 16 per epoch (40 samples in the last), 48 in 3 epochs",
         "validations after each epoch",
         "checkpoints at the end of each epoch; the last after step 48",
     ]
@@ -63,6 +64,10 @@ def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFix
     found = json.loads(capsys.readouterr().out)
     assert found["backends"] == {"sp": None, "ddp-bf16": None}
     assert found["extras"]["tensorboard"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert set(found["extras"]) == set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) - {"docs", "dev"}
+    assert found["threads"] == torch.get_num_threads()
     assert found["devices"][0] == "cpu"
 
 

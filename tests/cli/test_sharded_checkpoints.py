@@ -98,7 +98,7 @@ def test_damage_to_one_file_of_an_export_is_named(sharded: Path, tmp_path: Path,
 @pytest.mark.parametrize("size", ["0B", "many", "5", "-1GB", "GB"])
 def test_an_invalid_size_is_refused(sharded: Path, tmp_path: Path, capsys: Any, size: str) -> None:
     code, _, err = call(capsys, "export", sharded, tmp_path / "export", f"--max-shard-size={size}")
-    assert (code, "it is no size" in err, "'5GB'" in err) == (2, True, True)
+    assert (code, "it is not a size" in err, "'5GB'" in err) == (2, True, True)
     assert not (tmp_path / "export").exists()
 
 
@@ -138,11 +138,11 @@ def test_dcp_writes_files_that_torch_reads_and_this_library_refuses(
 
 
 def test_a_file_with_the_rows_of_a_rank_is_refused_as_a_source_of_weights(sharded: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Give its folder"):
+    with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Name its folder"):
         read_weights(sharded / "model.rank-00001-of-00003.safetensors")
     assert same(read_weights(sharded), dict(make_checkpoint(2).module_interface_state or {}))
 
 
 def test_export_model_refuses_a_wrong_size(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="max_shard_size=True: it is no size"):
+    with pytest.raises(ConfigurationError, match="max_shard_size=True: it is not a size"):
         ts.export_model(nn.Linear(2, 2), tmp_path / "export", max_shard_size=True)

@@ -139,8 +139,8 @@ def test_a_function_may_make_the_module_and_files_of_its_folder_can_be_imported(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "needs to be told what to train"),
-        (["--epochs", "3"], "needs to be told what to train"),
+        ([], "needs the module before any option"),
+        (["--epochs", "3"], "needs the module before any option"),
         (["my.py"], "'my.py' does not say where a module comes from. Write FILE.py:NAME"),
         (["me.py:Line"], "there is no file me.py"),
         (["mine.deep:Line"], "there is no Python module 'mine.deep'"),

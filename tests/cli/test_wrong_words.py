@@ -47,7 +47,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRAIN = ["train", "my.py:module"]
 ROWS = [
-    # W-9: found by the trainer or the system, no frame of the user's file
+    # Found by the trainer or the system, no frame of the user's file
     ([*TRAIN, "--writers", "[csv, nothing]"], "writers: no writer is called 'nothing'."),
     ([*TRAIN, "--device", "cuda:9"], "device='cuda:9'"),
     ([*TRAIN, "--device", "toaster"], "--device toaster: torch has no such device"),
@@ -57,7 +57,7 @@ ROWS = [
     ([*TRAIN, "--output_dir", "/proc/x"], "/proc/x"),
     ([*TRAIN, "--config", "latin.yaml"], "'latin.yaml' is not text in UTF-8 (byte 13). Save it in UTF-8."),
     ([*TRAIN, "--seed", "99999999999999999999999"], "--seed 99999999999999999999999: write a whole number, from 0 to"),
-    # W-11
+    # Found by the parser
     ([*TRAIN, "--epochs", "many"], "--epochs many: write a whole number, 0 or more."),
     ([*TRAIN, "--epochs", "1.5"], "--epochs 1.5: write a whole number"),
     ([*TRAIN, "--progress", "bar"], "--progress bar: write auto, rich, plain, notebook, none or null."),
@@ -166,7 +166,7 @@ class TestPlan:
         more = ["--validate-every", "3", "--gpu_batch_size_limit", "2", "--checkpointer_args.every_n_steps", "0.5"]
         assert main(["plan", *words, *more]) == 0
         lines = capsys.readouterr().out
-        assert "8 = 2 processes x 2 micro-batches x 2" in lines
+        assert "8 samples = 2 processes x 2 micro-batches x 2" in lines
         assert "7 in 1 epoch" in lines
         assert "after each 3 steps" in lines
         assert "and after each 4 steps; the last after step 7" in lines

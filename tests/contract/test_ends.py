@@ -158,7 +158,7 @@ def test_explain_prints_the_declarations() -> None:
 
 
 def test_an_end_of_something_else_is_refused() -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"Wrong\.ends names 'backwards', and no verb is called so"):
+    with pytest.raises(ts.ConfigurationError, match=r"Wrong\.ends names 'backwards', which is not a verb"):
 
         @ts.register_layer("wrong")
         class Wrong(ts.AbstractTrainerBackendDecorator):
@@ -223,7 +223,7 @@ def test_the_refusal_of_a_skipped_layer_has_a_correction() -> None:
     assert str(refused.value) == (
         "backend 'sp-dp-counts': 'counts' overrides backward and clip, and 'dp' ends backward and clip before 'counts' "
         "is called. Write 'sp-counts' or 'sp-dp', or may_be_skipped = frozenset({'backward', 'clip'}) in the class of "
-        "'counts', if it may be left out there."
+        "'counts' if that is intended."
     )
 
 

@@ -74,6 +74,45 @@ def test_the_student_is_taught_and_exported_without_its_teacher(tmp_path: Path) 
     assert sorted(student) == ["0.bias", "0.weight", "2.bias", "2.weight"]
 
 
+@pytest.mark.processes
+def test_a_gan_logs_both_losses_and_draws_digits(tmp_path: Path) -> None:
+    printed = run(tmp_path, "gan.py", "--epochs", "1", "--device", "cpu")
+    assert re.search(r"^epoch=1/1 step=29 .*train/discriminator=\S+ train/generator=\S+", printed, re.M)
+    picture = printed.splitlines()[-8:]
+    assert {len(line) for line in picture} == {6 * 16 + 5 * 2}
+    assert len(set("".join(picture))) > 3
+
+
+@pytest.mark.processes
+def test_adapters_learn_over_a_frozen_base_and_are_saved_alone(tmp_path: Path) -> None:
+    printed = run(tmp_path, "lora.py", "--epochs", "8", "--device", "cpu")
+    before, after = map(float, re.search(r"^turned +([\d.]+)% correct before, ([\d.]+)% after", printed, re.M).groups())
+    assert after > before + 30
+    assert f"loaded    {after}% with the saved adapters" in printed
+    folder = tmp_path / "runs" / "lora"
+    assert sorted(read_model(folder / "adapters")) == [
+        f"{layer}.{name}" for layer in (1, 3, 5) for name in ("down", "up")
+    ]
+    frozen = [name for path in folder.glob("turned/checkpoints/checkpoint-model-*") for name in read_model(path)]
+    assert frozen
+    assert not [name for name in frozen if ".base." in name]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("options", "largest"), [((), 0.0), (("--micro-batch", "100"), 1e-10)], ids=["whole", "split"])
+def test_lbfgs_fits_like_a_plain_loop(tmp_path: Path, options: tuple[str, ...], largest: float) -> None:
+    printed = run(tmp_path, "lbfgs.py", "--epochs", "3", *options)
+    assert float(re.search(r"^largest difference: (\S+)$", printed, re.M)[1]) <= largest
+    assert ("the same bits as a plain loop: True" in printed) is (not options)
+
+
+@pytest.mark.processes
+def test_an_agent_plays_until_the_task_is_solved(tmp_path: Path) -> None:
+    printed = run(tmp_path, "cartpole.py", "--episodes", "200", "--goal", "15")
+    assert re.search(r"^episode +20  #+ \d+$", printed, re.M)
+    assert re.search(r"^solved: \d+ steps on average in the last 20 episodes$", printed, re.M)
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_replay_has_the_same_bits_and_another_finds_the_edit(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_opt_level_is_refused(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda m: m.net[0].compile(), r"'net\.0' is compiled"),
-        (lambda m: m.net[0].half(), r"parameter 'net\.0\.weight' is torch\.float16\. Hand over a float32 module"),
+        (lambda m: m.net[0].half(), r"parameter 'net\.0\.weight' is torch\.float16\. Pass a float32 module"),
     ],
 )
 def test_unsupported_settings_are_refused_before_apex_is_called(spoil: Any, message: str, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "launch() was called while a new process imported the script" in printed
     assert "LaunchError: launch(sleep): rank 0" in printed
-    assert "left with exit code 1 before it came to the function" in printed
+    assert "left with exit code 1 before it reached the function" in printed
 
 
 # --- launch, arguments
@@ -384,8 +384,8 @@ def test_the_number_of_processes_is_not_guessed() -> None:
         ({"nproc": 0}, "nproc=0"),
         ({"nnodes": "2:1"}, "nnodes='2:1'"),
         ({"nnodes": "two"}, "nnodes='two'"),
-        ({"nnodes": 2}, "several machines need a place to meet"),
-        ({"nnodes": "1:2", "rdzv_endpoint": "host"}, "several machines need a place to meet"),
+        ({"nnodes": 2}, "several machines need one rendezvous address"),
+        ({"nnodes": "1:2", "rdzv_endpoint": "host"}, "several machines need one rendezvous address"),
         ({"max_restarts": -1}, "max_restarts=-1"),
         ({"grace_s": -1}, "grace_s=-1"),
         ({"timeout_s": 0}, "timeout_s=0"),

@@ -126,7 +126,7 @@ def test_a_run_that_is_not_deterministic_is_named(runs: dict[str, Path], tmp_pat
     found = compared(runs["plain"], place, plain_module, functools.partial(Changed, "random"))
     assert (found.step, found.quantity) == (STEP, "forward")
     assert found.reason.startswith(
-        f"{place} is not reproducible: its replay differs from its own record in step {STEP}, forward."
+        f"{place} is not reproducible: its replay differs from its record in step {STEP}, forward."
     )
     assert str(runs["plain"]) not in found.reason
     assert f"{place} was replayed from checkpoint-000000008" in found.notes[1]

@@ -260,7 +260,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
     config.write_text(config.read_text() + "target: evil_module:Module\n")
     (tmp_path / "evil_module.py").write_text("raise SystemExit(3)\n")
     said = refused(str(place), capsys=capsys)
-    assert "replay needs to be told what makes the module" in said
+    assert "replay needs the module after the folder of the run" in said
     assert "names 'evil_module:Module': write that, if you trust the file" in said
 
 
@@ -297,7 +297,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path: Path
     assert "has no recorded steps" in reason(place)
     place = record(tmp_path / "gone", epochs=1)
     (place / "config.yaml").unlink()
-    assert "Give them: args=..., or --config FILE" in reason(place)
+    assert "Pass them: args=..., or --config FILE" in reason(place)
     shutil.rmtree(place / "checkpoints")
     assert "the same bits" not in reason(place, args=arguments(place), from_step=40)
 

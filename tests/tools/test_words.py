@@ -49,7 +49,7 @@ def test_ordinary_words_are_not_found(text: str) -> None:
 def test_of_python_comments_messages_and_names_of_tests_count() -> None:
     source = (
         '"""Module.\n\nSay what is there."""\n\n\n'
-        "def test_behaviour_of() -> None:  # goes on\n"
+        "def test_what_it_does() -> None:  # goes on\n"
         '    what = "whatever"\n'
         '    raise ValueError(f"nobody is {what}")\n'
     )
@@ -65,19 +65,18 @@ def test_code_in_markdown_does_not_count() -> None:
     assert lines == [7]
 
 
-@pytest.mark.parametrize(("limit", "code"), [(0.9, 1), (1.0, 0)])
-def test_check_fails_where_a_folder_is_above_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: float, code: int
+@pytest.mark.parametrize(("lines", "code"), [(997, 1), (998, 0)])
+def test_check_fails_where_a_folder_has_more_than_one_in_1000_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: int, code: int
 ) -> None:
     (tmp_path / "docs" / "more").mkdir(parents=True)
-    (tmp_path / "docs" / "a.md").write_text("It says what it is.\n" + "\n" * 999)
+    (tmp_path / "docs" / "a.md").write_text("It says what it is.\n" + "\n" * lines)
     (tmp_path / "docs" / "more" / "b.md").write_text("Nothing.\n")
     monkeypatch.setattr(words, "ROOT", tmp_path)
-    monkeypatch.setattr(words, "LIMITS", {"docs": limit, "docs/more": 0.0, words.PAGES: 0.0})
     monkeypatch.setattr(sys, "argv", ["words.py", "--check", "--list"])
 
     assert words.main() == code
 
     printed = capsys.readouterr().out
     assert "docs/a.md:1: what" in printed
-    assert ("Above the limit: docs." in printed) == (code == 1)
+    assert ("More than 1 in 1,000 lines: docs." in printed) == (code == 1)

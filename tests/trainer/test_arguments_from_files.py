@@ -36,7 +36,7 @@ class TestFromDictAndYaml:
             ("num_train_epochs", "Write epochs."),
             ("lr", "in get_optimizers_schedulers."),
             ("batch_size", "Write train_batch_size"),
-            ("zzz", "There are activation_checkpointing, "),
+            ("zzz", "The arguments are activation_checkpointing, "),
         ],
     )
     def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:
@@ -55,6 +55,11 @@ class TestFromDictAndYaml:
         (tmp_path / "bad.yaml").write_text("a: [1\n")
         with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
             ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
+
+    def test_arguments_under_a_heading_are_refused_with_their_place(self, tmp_path: Path) -> None:
+        (tmp_path / "sections.yaml").write_text("tr:\n  nonsense: 1\n  epochs: 3\n")
+        with pytest.raises(ts.ConfigurationError, match=r"top of the file: write epochs: 3 without tr\.$"):
+            ts.TrainerArguments.from_yaml(tmp_path / "sections.yaml")
 
     def test_two_arguments_share_nothing(self) -> None:
         assert ts.TrainerArguments() == ts.TrainerArguments()

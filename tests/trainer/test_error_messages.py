@@ -46,7 +46,7 @@ MODULE_MISTAKES = {
     ),
     "dict without loss": (steps(lambda s, b: {"l": 1}), r"a dict with the keys \['l'\].*the key 'loss'"),
     "loss as a number": (steps(lambda s, b: 0.5), r"returned the number 0.5 as the loss.*without \.item\(\)"),
-    "loss detached": (steps(lambda s, b: s.net(b[0]).sum().detach()), r"no gradient flows through.*\.detach\(\)"),
+    "loss detached": (steps(lambda s, b: s.net(b[0]).sum().detach()), r"without a gradient graph.*\.detach\(\)"),
     "loss not reduced": (steps(lambda s, b: s.net(b[0])[:, 0]), r"a loss of shape \(8,\).*loss\.mean\(\)"),
     "optimizer over other parameters": (
         optimizers(lambda s: ([torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)], [])),
@@ -175,7 +175,7 @@ def test_data_without_a_step_is_named_also_where_steps_are_counted(
 
 
 ARGUMENT_MISTAKES = {
-    "unknown backend": ({"backend": "sp-apm"}, r"no layer is called 'apm'. Did you mean 'amp'\?"),
+    "unknown backend": ({"backend": "sp-apm"}, r"no layer has the name 'apm'. Did you mean 'amp'\?"),
     "wrong order": ({"backend": "amp-sp"}, "'sp' goes outside 'amp'. Write 'sp-amp'."),
     "two precisions": ({"backend": "sp-amp-bf16"}, "fill the same slot .*Write 'sp-amp' or 'sp-bf16'."),
     "negative epochs": ({"epochs": -1}, "epochs=-1: write a whole number, 0 or more"),

@@ -99,7 +99,7 @@ def test_commands_and_arguments_name_an_entry_other_than_a_regular_file(
     for name in ("run/run.json", "run/checkpoints/mine", "weights.safetensors", "metrics.csv"):
         put(kind, Path(name))
     assert main(["interrupted", "run"]) == 2
-    assert "run.json is not what a run has written" in capsys.readouterr().err
+    assert "run.json is not the file of a run" in capsys.readouterr().err
     for words in (["show", "run/checkpoints/mine"], ["diff", "run/checkpoints/mine", "run/checkpoints/last"]):
         assert main(["checkpoints", *words]) == 2
     for changes in ({"resume": "run/checkpoints/mine"}, {"init_weights_from": "weights.safetensors"}):

@@ -353,7 +353,7 @@ def test_weights_go_into_a_buffer(tmp_path: Path) -> None:
     assert ts.export_model(module, buffer) is None
     read = load(buffer.getvalue())
     assert all(torch.equal(read[name], value) for name, value in module.state_dict().items())
-    with pytest.raises(ts.ConfigurationError, match="'step' are no tensors"):
+    with pytest.raises(ts.ConfigurationError, match="'step' are not tensors"):
         ts.export_model({"step": 3}, io.BytesIO())
     with pytest.raises(ts.ConfigurationError, match="path of a folder, or an open binary file"):
         ts.export_model(module, 3)  # type: ignore[call-overload]

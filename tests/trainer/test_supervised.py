@@ -389,6 +389,22 @@ def test_a_module_of_one_s_own_builds_its_loaders_by_the_same_method() -> None:
     assert len(module.build_dataloader(numbers(9), torch.utils.data.RandomSampler, 4, batch_sampler=own)) == 3
 
 
+def test_a_loader_without_a_sampler_trains_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class InOrder(ts.SupervisedModule):
+        def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+            return self.build_dataloader(self.train_dataset, None, batch_size)
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            seen.extend(batch[0].flatten().tolist())
+            return super().train_step(global_step, batch, device)
+
+    data = TensorDataset(torch.arange(10.0)[:, None], torch.ones(10, 1))
+    train(InOrder(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), tmp_path, train_batch_size=4)
+    assert seen == list(range(10))
+
+
 @pytest.mark.spec("HZ-25")
 def test_a_batch_that_is_a_dataclass_is_moved_like_any_other() -> None:
     moved = ts.move_to_device(Batch(torch.zeros(2), torch.zeros(2, 3), torch.ones(2)), torch.device("meta"))

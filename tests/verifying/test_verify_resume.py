@@ -85,7 +85,7 @@ def test_a_module_that_forgets_is_reported_with_the_lost_state(
     said = capsys.readouterr().out
     assert "NOT THE SAME: module_interface_state" in said
     assert "Training changes self.seen, and get_state does not return it" in said
-    assert "Return it from get_state of the module or the callback and take it back in update_state" in said
+    assert "Return it from get_state of the module or the callback and restore it in update_state" in said
     assert (report.folder / "unbroken").is_dir()
     shutil.rmtree(report.folder)
 
@@ -95,7 +95,7 @@ def test_state_outside_of_the_module_is_searched_for_elsewhere(verified: Any) ->
 
     assert not report.same
     assert report.untracked == ()
-    assert "Look for what else a step depends on: a global variable" in str(report)
+    assert "Look for other dependencies of a step: a global variable" in str(report)
 
 
 def test_a_training_that_is_never_the_same_is_told_from_one_that_forgets(verified: Any) -> None:

@@ -1,7 +1,7 @@
 """Audits of private training: experiments that fail if a run leaks more than its stated epsilon.
 
-`audit` tests the library's own mechanism on canaries. `audit_module` tests a user's module on the user's data.
-Importing this package imports scipy, of the extra `trainstack[dp]`.
+`audit` tests the library's mechanism on canaries. `audit_module` tests a user's module on the user's data. Importing
+this package imports scipy, of the extra `trainstack[dp]`.
 """
 
 from trainstack.backends.dp.epsilon import import_opacus

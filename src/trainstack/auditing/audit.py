@@ -17,17 +17,18 @@ from trainstack.errors import ConfigurationError
 def audit(
     args: DifferentialPrivacyArguments, backend: str = "sp-dp", *, level: str = "quick", **numbers: Any
 ) -> AuditReport:
-    """Try to show that private training under these settings is less private than it states.
+    """Try to show that private training with these settings is less private than it states.
 
-    Everything runs through the real `Trainer` and its layers, on a small model of canaries. Over several processes all
-    of them call it.
+    Everything runs through the real `Trainer` and its layers, on a small model of canaries. All processes of a run call
+    it
+    together.
 
     Args:
         args: the privacy settings.
         backend: the backend string, with `dp` in it.
-        level: `"quick"` takes a second or so, `"full"` some three times as long.
-        **numbers: `train_batch_size`, `dataset_size`, `epochs`, `gpu_batch_size_limit` and `device` of the runs that
-            are made. The defaults (500, 2000, 2) make eight steps in which canaries are easy to tell.
+        level: `"quick"` takes about a second, `"full"` about three times as long.
+        **numbers: `train_batch_size`, `dataset_size`, `epochs`, `gpu_batch_size_limit` and `device` of the runs. The
+            defaults (500, 2000, 2) make eight steps in which canaries are easy to distinguish.
 
     Raises:
         ConfigurationError: a number is out of its range, or the settings promise nothing.

@@ -1,8 +1,8 @@
 """Canary records whose gradients are orthogonal, so that each one is visible in every update.
 
-The model is several tables of unlike widths with a row for each canary. The gradient of a canary is its own row in all
-tables. Before clipping its length is between 1 and 1e12 times C, after it C. The update of the step thus shows, in
-row i, whether canary i was in it, how much it added to each parameter, and the noise.
+The model consists of tables of different widths with a row for each canary. The gradient of a canary is its row in all
+tables. Before clipping its length is between 1 and 1e12 times C, after clipping it is C. So row i of the update of a
+step shows whether canary i was in it, how much it added to each parameter, and the noise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AuditedRun:
 
     @property
     def rate(self) -> float:
-        """q, the probability with which a record is to be in a step."""
+        """q, the probability with which a record is in a step."""
         return self.train_batch_size / self.dataset_size
 
     @property
@@ -91,28 +91,28 @@ class AuditedRun:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """The length of a canary's clipped gradient in each table; their squares add up to that of C."""
+        """The length of a canary's clipped gradient in each table; the sum of their squares is C ** 2."""
         norms = self.norms
         return norms if len(norms) > 1 else (norms[0] / math.sqrt(len(_WIDTHS)),) * len(_WIDTHS)
 
     @property
     def own_args(self) -> DifferentialPrivacyArguments:
-        """The settings without options about the user's own data."""
+        """The settings without options that concern the user's data."""
         telemetry = {name: values for name, values in self.args.telemetry.items() if name in ("loss", "grad_norm")}
         own = self.args.without_ledger()
         return replace(own, dataset_size=None, sample_rate=None, max_epsilon=None, telemetry=telemetry)
 
     def without_noise(self) -> AuditedRun:
-        """The same run, but for noise and budget."""
+        """The same run without noise and budget."""
         return replace(self, args=replace(self.args, noise_multiplier=0.0, target_epsilon=None, max_epsilon=None))
 
     def gradient_noise(self, noise_multiplier: float) -> float:
-        """The standard deviation of the gradient's noise over the clipping norm."""
+        """The standard deviation of the gradient's noise divided by the clipping norm."""
         return gradient_noise(self.own_args, self.train_batch_size, noise_multiplier)
 
 
 def gradient_noise(args: DifferentialPrivacyArguments, batch: int, noise_multiplier: float) -> float:
-    """The standard deviation of the gradient's noise over the clipping norm; telemetry and counts cost some."""
+    """The standard deviation of the gradient's noise divided by the clipping norm; telemetry and counts increase it."""
     squares = len(coordinates_of(args)) * args.telemetry_weight**2
     if args.clipping == "adaptive":
         squares += 1 / ((2 * count_noise(args, batch, noise_multiplier) / noise_multiplier) ** 2 - 1)
@@ -125,10 +125,10 @@ def count_noise(args: DifferentialPrivacyArguments, batch: int, noise_multiplier
 
 
 _WIDTHS = (1, 3, 2)
-"""Of the tables of a model with one clipping norm."""
+"""The widths of the tables of a model with one clipping norm; different, so that their shares of C differ."""
 
 _DECADES = 12
-"""The lengths of canaries reach from C to 10 to this power times C."""
+"""The lengths of canaries are from C to 10 ** 12 times C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +136,15 @@ class Observation:
     """The output of a private run.
 
     Attributes:
-        tables: for each parameter float64 of shape `(steps, canaries, width)`: the noisy sums over each step's
-            records, in units of the clipping norm of the step, without the row that belongs to no canary.
-        direction: float64 of shape `(sum of widths,)`: that of a canary's gradient within its row; of length 1.
-        limits: the clipping norm of each step as stated before it.
-        included: bool of shape `(canaries,)`: those that were trained on, on all processes.
+        tables: for each parameter float64 of shape `(steps, canaries, width)`: the noisy sums over each step's records,
+            in
+            units of the clipping norm of the step, without the row that belongs to no canary.
+        direction: float64 of shape `(sum of widths,)`: the direction of a canary's gradient within its row; of length
+            1.
+        limits: the clipping norm of each step, as stated before the step.
+        included: bool of shape `(canaries,)`: the canaries in the training data of all processes.
         statement: of the run.
-        equal_on_ranks: whether all processes were given the same sums.
+        equal_on_ranks: whether all processes got the same sums.
     """
 
     tables: tuple[Tensor, ...]
@@ -154,7 +156,7 @@ class Observation:
 
     @property
     def steps(self) -> int:
-        """The updates that an optimizer was given."""
+        """The number of updates that an optimizer got."""
         return len(self.tables[0])
 
     @property
@@ -175,7 +177,7 @@ class Observation:
 
 
 class CanaryModel(nn.Module):
-    """Tables, trained on the records `rows` with gradients of `lengths`; the rest of a `ModuleInterface`."""
+    """Tables, trained on the records `rows` with gradients of `lengths`; the methods of a `ModuleInterface`."""
 
     tables: nn.ModuleList
     rows: Tensor
@@ -211,10 +213,10 @@ class CanaryModel(nn.Module):
 
 
 class Recorder(torch.optim.Optimizer):
-    """Keeps its gradients: an adversary who gets the model after every step sees them, and no more.
+    """An optimizer that stores its gradients: an adversary who gets the model after every step sees exactly these.
 
     Attributes:
-        norm_now: the joint clipping norm that the run states.
+        norm_now: returns the joint clipping norm that the run states.
         sums: for each step the sums of each table, in units of the norm that was stated before the step.
         norms: that norm, for each step and for the one after the last.
     """
@@ -227,7 +229,7 @@ class Recorder(torch.optim.Optimizer):
         self._batch = batch
 
     def begin(self, norm: float) -> None:
-        """Start with this clipping norm, which stays unless `norm_now` is replaced."""
+        """Start with this clipping norm, which remains unless `norm_now` is replaced."""
         self.norms, self.norm_now = [norm], lambda: norm
 
     @torch.no_grad()
@@ -242,8 +244,9 @@ def train_canaries(subject: AuditedRun, included: Tensor, *, shortest: float = 0
 
     Args:
         subject: the run.
-        included: bool of shape `(dataset_size,)`. In place of a canary that is not included stands a record whose
-            gradient is a row that nobody looks at.
+        included: bool of shape `(dataset_size,)`. A canary that is not included is replaced by a record whose gradient
+            is
+            in a row that is not evaluated.
         shortest: the logarithm (to base 10) of the shortest gradient in units of C, from 0 to 12.
     """
     from trainstack.trainer import ModuleInterface, Trainer, TrainerArguments

@@ -1,9 +1,9 @@
-"""Lower bounds on epsilon from guesses of which canaries were trained on.
+"""Lower bounds on epsilon from guesses about the training data.
 
-Every canary is in the data by the toss of a coin. An adversary who sees all updates ranks the canaries by the
-likelihood ratio of the stated mechanism and calls the first r of them trained on, for few r that are fixed beforehand.
-How many of those calls are right bounds epsilon from below. Canaries of several runs count as those of one, since no
-run sees the canaries of another.
+For every canary the toss of a coin decides whether it is in the data. An adversary who sees all updates ranks the
+canaries by the likelihood ratio of the stated mechanism, and guesses that the first r of them were trained on, for few
+r that are fixed beforehand. The number of right guesses bounds epsilon from below. Canaries of several runs count as
+those of one, because no run sees the canaries of another.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from trainstack.auditing.canaries import AuditedRun, Observation, train_canaries
 from trainstack.auditing.report import Finding
 from trainstack.backends.dp.accounting import epsilon_of
 
-# Each canary was trained on by the toss of a fair coin. Whoever sees the outcome of an (epsilon, delta)-private
-# training and guesses r of m coins is right v times or more with a probability of at most `guess_p_value`: Steinke,
-# Nasr and Jagielski: Privacy Auditing with One (1) Training Run (2023), theorem 5.2.
+# A fair coin decided for each canary whether it was trained on. An adversary who sees the outcome of an (epsilon,
+# delta)-private training and guesses r of m coins is right v times or more with a probability of at most
+# `guess_p_value`: Steinke, Nasr and Jagielski: Privacy Auditing with One (1) Training Run (2023), theorem 5.2.
 
 
 def guess_p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, right: int) -> float:
-    """How likely `right` or more of `guesses` are right, at most, under (epsilon, delta)-privacy.
+    """An upper bound of the probability of `right` or more right guesses under (epsilon, delta)-privacy.
 
     Args:
         epsilon, delta: of adding or removing one record.
@@ -47,7 +47,7 @@ def guess_p_value(epsilon: float, delta: float, *, canaries: int, guesses: int, 
 
 
 def epsilon_at_least(delta: float, *, canaries: int, guesses: int, right: int, significance: float = 0.05) -> float:
-    """The largest epsilon that so many right guesses exclude, with confidence `1 - significance`; 0 if none."""
+    """The largest epsilon that the number of right guesses excludes, with confidence `1 - significance`; 0 if none."""
 
     def excluded(epsilon: float) -> bool:
         return guess_p_value(epsilon, delta, canaries=canaries, guesses=guesses, right=right) < significance
@@ -56,7 +56,7 @@ def epsilon_at_least(delta: float, *, canaries: int, guesses: int, right: int, s
 
 
 def largest(excluded: Callable[[float], bool], low: float, high: float, bisections: int = 40) -> float:
-    """The largest number for which `excluded` holds, which does so up to there; `low` if for none."""
+    """The largest number for which `excluded` is True, if it is True for all smaller ones; `low` if for none."""
     if not excluded(low):
         return low
     for _ in range(bisections):
@@ -65,23 +65,23 @@ def largest(excluded: Callable[[float], bool], low: float, high: float, bisectio
     return low
 
 
-# One step's privacy loss, between a record's presence and its absence, is put on a grid and convolved with itself.
+# The privacy loss of one step, between a record's presence and its absence, is put on a grid and convolved with itself.
 # All rounding goes up, so that each delta is an upper bound (Koskela, Jalkoe, Honkela 2020; Meiser, Mohammadi 2018).
 _CELLS = 1 << 14
 _GRID = 1 << 18
 _REACH = 9.0
-"""Standard deviations of noise that are told apart: less than 1e-18 lies beyond."""
+"""Standard deviations of noise on the grid: the probability of more is less than 1e-18."""
 
 _LOST = 1e-12
-"""More than falls outside of the grid."""
+"""A bound of the probability outside of the grid."""
 
 EPSILONS = np.concatenate([np.linspace(0, 4, 81), np.linspace(4.1, 20, 160)])
-"""At which profiles are computed."""
+"""The values of epsilon of a profile."""
 
 
 @functools.lru_cache(maxsize=256)
 def privacy_profile(sigma: float, rate: float, steps: int) -> Any:
-    """delta at each of `EPSILONS` after `steps` steps, for adding and for removing one record, whichever is more."""
+    """delta at each of `EPSILONS` after `steps` steps, the larger one of adding and of removing one record."""
     x = np.linspace(-_REACH * sigma, 1 + _REACH * sigma, _CELLS + 1)
     with np.errstate(divide="ignore"):  # the logarithm of 0 is right where every record is in every step
         loss = np.logaddexp(np.log1p(-rate), np.log(rate) + (2 * x - 1) / (2 * sigma**2))
@@ -97,7 +97,7 @@ def _composed_delta(loss: Any, mass: Any, steps: int) -> Any:
     width = float(np.ptp(loss))
     mean = float(mass @ loss)
     variance = float(mass @ (loss - mean) ** 2)
-    reach = min(steps * width, np.sqrt(60 * steps * variance) + 20 * width)  # Bernstein: beyond lies less than 1e-12
+    reach = min(steps * width, np.sqrt(60 * steps * variance) + 20 * width)  # Bernstein: less than 1e-12 is outside
     unit = max(2 * (reach + width) / _GRID, 1e-9)
     low = float(loss.min())
     grid = np.bincount(np.ceil((loss - low) / unit).astype(int), weights=mass, minlength=_GRID)
@@ -112,15 +112,15 @@ def _composed_delta(loss: Any, mass: Any, steps: int) -> Any:
     return np.clip(tail[first] - np.exp(EPSILONS) * weighted[first], 0.0, 1.0) + _LOST
 
 
-# Let R_i be the share of canaries that are guessed right in outcomes with i or more right guesses, and W_i that of
-# those guessed wrong. For a mechanism that is f-private in each canary, R_{i+1} <= 1 - f(W_i). So few right guesses
-# must be about as likely as many, and going down from v one finds how likely v can be at all. Mahloujifar, Melis and
-# Chaudhuri: Auditing f-Differential Privacy in One Run (2024, arXiv 2410.22235).
+# Let R_i be the share of canaries that are guessed right in outcomes with i or more right guesses, and W_i the share
+# that is guessed wrong. For a mechanism that is f-private in each canary, R_{i+1} <= 1 - f(W_i). So few right guesses
+# must be about as likely as many, and the recursion from v downwards bounds the probability of v. Mahloujifar, Melis
+# and Chaudhuri: Auditing f-Differential Privacy in One Run (2024, arXiv 2410.22235).
 _GROWTH = np.exp(EPSILONS)
 
 
 def tradeoff_p_value(profile: Any, *, canaries: int, guesses: int, right: int) -> float:
-    """How likely `right` or more of `guesses` are right, at most, for a mechanism with this privacy profile.
+    """An upper bound of the probability of `right` or more right guesses for a mechanism with this privacy profile.
 
     Args:
         profile: delta at each of `EPSILONS`, an upper bound, for both directions.
@@ -142,7 +142,8 @@ def tradeoff_p_value(profile: Any, *, canaries: int, guesses: int, right: int) -
 
 
 def less_likely(profile: Any, probability: float, *, canaries: int, guesses: int, right: int) -> bool:
-    """Whether `right` or more right guesses are less likely than `probability`: else all outcomes together exceed 1."""
+    """Whether `right` or more right guesses are less likely than `probability`: otherwise all outcomes would exceed
+    1."""
     share = probability / canaries
     hit, missed = share * right, share * (guesses - right)
     offset = 1 - profile - _GROWTH
@@ -157,7 +158,7 @@ def less_likely(profile: Any, probability: float, *, canaries: int, guesses: int
 
 
 SHARES = (0.01, 0.03, 0.1)
-"""Of the canaries that are called trained on: three tries, each of which gets a third of the significance."""
+"""The shares of canaries to guess: three tries, each of which gets a third of the significance."""
 
 SIGNIFICANCE = 0.05
 
@@ -167,10 +168,10 @@ class CanaryBounds:
     """The result of the canary audit.
 
     Attributes:
-        findings: for and against the epsilon that was stated.
-        claimed: that epsilon.
-        one_run: epsilon is at least this, with 95 % confidence, whatever the mechanism.
-        tradeoff: epsilon is at least this if the mechanism is as stated, but for its noise.
+        findings: for and against the stated epsilon.
+        claimed: the stated epsilon.
+        one_run: epsilon is at least this, with 95 % confidence, for any mechanism.
+        tradeoff: epsilon is at least this if the mechanism is as stated, except for its noise.
     """
 
     findings: list[Finding]
@@ -192,7 +193,7 @@ def canary_audit(subject: AuditedRun, runs: int) -> CanaryBounds:
 
 
 def likelihood_ratios(seen: Observation, subject: AuditedRun) -> Tensor:
-    """For each canary the logarithm of: how likely are its updates if it was trained on, over if it was not?"""
+    """For each canary the logarithm of the likelihood of its updates if it was trained on, over that if it was not."""
     q, sigma = torch.tensor(subject.rate, dtype=torch.float64), subject.gradient_noise(seen.noise_multiplier)
     present = q.log() + (2 * seen.updates - 1) / (2 * sigma**2)
     return torch.logaddexp((1 - q).log(), present).sum(0)
@@ -201,10 +202,11 @@ def likelihood_ratios(seen: Observation, subject: AuditedRun) -> Tensor:
 def judge_guesses(
     scores: Tensor, coins: Tensor, mechanism: tuple[float, float, int], delta: float, accountant: str
 ) -> CanaryBounds:
-    """Call the canaries with the highest scores trained on, and bound epsilon by the number of right calls.
+    """Guess that the canaries with the highest scores were trained on, and bound epsilon by the number of right
+    guesses.
 
     Args:
-        scores: float, one a canary.
+        scores: float, one for each canary.
         coins: bool, whether it was trained on.
         mechanism: (sigma, q, steps) as stated.
         delta, accountant: as stated.
@@ -243,7 +245,7 @@ def judge_guesses(
 
 
 def _epsilon_by_tradeoff(excluded: Callable[[Any], bool], mechanism: tuple[float, float, int], delta: float) -> float:
-    """epsilon of the largest noise, with sampling and steps as stated, under which such guesses are implausible."""
+    """epsilon of the largest noise, with sampling and steps as stated, for which such guesses are implausible."""
     sigma, rate, steps = mechanism
     quietest = -math.log(min(sigma, max(sigma / 8, 0.2)))
 

@@ -18,7 +18,7 @@ from trainstack.backends.dp.arguments import plan_privacy
 
 
 def noise_probe(subject: AuditedRun) -> list[Finding]:
-    """Train twice without any canary, so that the updates are noise and nothing else, and judge it and the account."""
+    """Train twice without any canary, so that the updates are only noise, and test the noise and the account."""
     nobody = subject.all_included.logical_not()
     first, second = (train_canaries(subject, nobody) for _ in range(2))
     sigma = subject.gradient_noise(first.noise_multiplier)
@@ -27,11 +27,13 @@ def noise_probe(subject: AuditedRun) -> list[Finding]:
 
 
 def judge_noise(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[Finding]:
-    """Test two runs' updates of each parameter, divided by their standard deviation as stated.
+    """Test two runs' updates of each parameter, divided by their stated standard deviation.
 
-    Chi-square on the variance, over all and of each parameter; Kolmogorov and Smirnov on the distribution; and
-    correlations: between any two steps, between neighbouring weights, between parameters at all displacements, and with
-    any step of the other run.
+    The tests are: chi-square on the variance, over all and of each parameter; Kolmogorov-Smirnov on the distribution;
+    and
+    correlations between any two steps, between neighbouring weights, between parameters at all displacements, and with
+    any
+    step of the other run.
 
     Args:
         first, second: for each parameter a tensor of shape `(steps, weights)`.
@@ -75,7 +77,7 @@ def _variance_p_value(z: Any) -> float:
 
 
 def _pairs(parts: int, most: int = 8) -> Iterator[tuple[int, int]]:
-    """All pairs of a few parameters; of many, each with the next and with the first."""
+    """All pairs of a few parameters; of more than `most`, each with the previous and with the first."""
     for i in range(1, parts):
         yield from ((j, i) for j in range(i) if parts <= most or j in (0, i - 1))
 
@@ -84,7 +86,9 @@ def displaced(left: Any, right: Any) -> Any:
     """Scalar products of each row of `left` with that of `right`, at all displacements of one against the other.
 
     Each is divided by the norm of the matching part of the longer one, so that it is standard normal if the shorter one
-    is independent of that. Displacements at which less than half of the shorter one meets the longer one are left out.
+    is
+    independent of that part. Displacements at which less than half of the shorter one overlaps the longer one are
+    omitted.
     """
     if left.shape[1] > right.shape[1]:
         left, right = right, left
@@ -104,7 +108,7 @@ def displaced(left: Any, right: Any) -> Any:
 
 
 def judge_account(seen: Observation) -> Iterator[Finding]:
-    """No update may be missing in the statement, and all processes must be given the same ones."""
+    """Test that every update is in the statement, and that all processes get the same updates."""
     stated = seen.statement.steps
     yield Finding(
         probe="account",
@@ -127,7 +131,7 @@ _COUNTED, _COUNTS = 100, 40
 def count_probe(subject: AuditedRun) -> list[Finding]:
     """Recover the noise on the count of unclipped records from the norms that adaptive clipping states.
 
-    All records are in each step and longer than the limit, so that the count is known. Nothing for other clipping.
+    All records are in each step and longer than the limit, so that the count is known. Empty for other clipping.
     """
     args = subject.args
     if args.clipping != "adaptive":
@@ -149,7 +153,7 @@ def count_probe(subject: AuditedRun) -> list[Finding]:
 
 
 def _known_noise(subject: AuditedRun) -> dict[str, Any]:
-    """The noise of the audited run, whose target would ask for another one at another rate."""
+    """The noise of the audited run. A target epsilon would give another one at another rate."""
     args = subject.args
     if args.noise_multiplier is not None:
         return {"noise_multiplier": args.noise_multiplier}
@@ -163,7 +167,7 @@ def _known_noise(subject: AuditedRun) -> dict[str, Any]:
 
 
 def projections(left: Any, right: Any) -> Any:
-    """Each row of `left` along the direction of each of `right`: standard normal if that has nothing to do with it."""
+    """Each row of `left` along the direction of each row of `right`: standard normal if they are independent."""
     lengths = np.maximum(np.linalg.norm(right, axis=1), np.finfo(np.float64).tiny)
     return left @ (right / lengths[:, None]).T
 
@@ -178,17 +182,17 @@ def _noise_finding(claim: str, seen: str, p_value: float) -> Finding:
 
 
 def sampling_probe(subject: AuditedRun) -> list[Finding]:
-    """Train twice without noise on all records as canaries, so that the updates are the masks, and judge those."""
+    """Train twice without noise on all records as canaries, so that the updates show the masks, and test those."""
     silent = subject.without_noise()
     first, second = (train_canaries(silent, silent.all_included).lengths for _ in range(2))
-    # A canary as long as C is far from it where C has grown, and the record of another step adds nothing at all.
+    # A canary of length C may be shorter than a grown C. The record of another step adds exactly nothing.
     return [judge_influence(torch.cat([first, second])), *judge_masks(first > 1e-6, second > 1e-6, subject.rate)]
 
 
 def judge_influence(lengths: Tensor) -> Finding:
-    """No record may add more than the clipping norm; `lengths` are in its units, shape `(steps, records)`."""
+    """Test that no record adds more than the clipping norm; `lengths` in its units, of shape `(steps, records)`."""
     largest = float(lengths.max())
-    bounded = largest <= 1 + 1e-3  # rounding
+    bounded = largest <= 1 + 1e-3  # 1e-3 for rounding
     return _sampling_finding(
         "no record adds more than the clipping norm", f"{largest:.4g} times that at most", float(bounded)
     )
@@ -205,18 +209,18 @@ def judge_masks(first: Tensor, second: Tensor, rate: float) -> Iterator[Finding]
         p_value,
     )
     if rate == 1:
-        return  # all records in all steps; nothing else is left to chance
+        return  # all records are in all steps, so there is no randomness to test
     yield _spread("batch sizes vary as coins make them", mask.sum(1), records, rate)
     yield _spread("records take part as often as coins make them", mask.sum(0), steps, rate)
     if steps > 1:
-        yield _shared("each step is drawn anew", (mask @ mask.T)[np.triu_indices(steps, 1)], records, rate)
+        yield _shared("each step is drawn separately", (mask @ mask.T)[np.triu_indices(steps, 1)], records, rate)
     pairs = (mask[:, : records - 1 : 2] * mask[:, 1::2]).sum()
     yield _shared("each record is drawn alone", pairs, steps * (records // 2), rate)
-    yield _shared("each run is drawn anew", mask @ other.T, records, rate)
+    yield _shared("each run is drawn separately", mask @ other.T, records, rate)
 
 
 def _spread(claim: str, counts: Any, trials: int, rate: float) -> Finding:
-    """Whether counts, each binomial, are as far from their mean as they should be: Chernoff's bound on the squares."""
+    """Test whether binomial counts are as far from their mean as expected, by Chernoff's bound on the squares."""
     values = np.arange(trials + 1)
     chances, squares = stats.binom.logpmf(values, trials, rate), (values - trials * rate) ** 2
     variance = trials * rate * (1 - rate)
@@ -233,7 +237,7 @@ def _spread(claim: str, counts: Any, trials: int, rate: float) -> Finding:
 
 
 def _shared(claim: str, counts: Any, trials: int, rate: float) -> Finding:
-    """Whether both of two coins fell as often as coins do that know nothing of each other."""
+    """Test whether two coins fell equally as often as independent coins do."""
     count, p_value = most_unlikely_count(counts, trials, rate**2)
     return _sampling_finding(claim, f"{count} in common where {trials * rate**2:.1f} are expected", p_value)
 

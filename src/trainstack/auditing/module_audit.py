@@ -23,29 +23,33 @@ from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
 
 _STEPS = 4
-"""Releases of which the noise is judged, in each of two runs."""
+"""The number of updates whose noise is tested, in each of two runs."""
 
 _WEIGHTS = 1 << 16
-"""Weights of each parameter of which the noise is judged."""
+"""The number of weights of each parameter whose noise is tested."""
 
 
 def audit_module(module: Any, args: Any, *, rounds: int = 5, records: int = 100) -> AuditReport:
-    """Leave out and replace records of a module's own data, and judge the noise on its own parameters.
+    """Remove and replace records of a module's data, and test the noise on its parameters.
 
-    Three experiments. `rounds` times the run is made ready, as it is before each training: this checks the sums of a
-    few records, without random numbers. Then the sum of clipped gradients of `records` records is taken with dropout
-    and augmentation on, where the random numbers of each record are fixed: if one is left out, it may move by C, and if
-    one is replaced by another, by 2 C. At last the updates of two short runs without records are judged: they are
-    noise and nothing else. The module is not trained, and nothing is written.
+    There are three experiments. First, the run is prepared `rounds` times, as before each training: this checks the
+    sums of
+    a few records, without random numbers. Second, the sum of clipped gradients of `records` records is computed with
+    dropout and augmentation on, with fixed random numbers for each record: if one is removed, it may move by C, and if
+    one
+    is replaced by another, by 2 C. Third, the updates of two short runs without records, which are only noise, are
+    tested.
+    The module is not trained, and nothing is written.
 
     Args:
         module: a `ModuleInterface`, as for a `Trainer`.
         args: the `TrainerArguments`, with a private backend and `differential_privacy_args`.
-        rounds: how often the run is made ready.
-        records: how many records are left out and replaced, one by one. The sums cost about 2 `records`^2 gradients.
+        rounds: the number of preparations.
+        records: the number of records to remove and replace, one at a time. The sums cost about 2 `records`^2
+            gradients.
 
     Raises:
-        PrivacyError: a private run with this module would be refused whatever the records.
+        PrivacyError: a private run with this module would be refused for any records.
         ConfigurationError: the backend is not private, or a number is out of its range.
     """
     check_private(args.backend)
@@ -66,7 +70,7 @@ def audit_module(module: Any, args: Any, *, rounds: int = 5, records: int = 100)
 
 
 class _ReadyRun:
-    """A run that was made ready, and whose steps are called one by one.
+    """A prepared run whose steps are called one by one.
 
     Attributes:
         work: the module, its optimizers and its data.
@@ -79,12 +83,12 @@ class _ReadyRun:
 
     @property
     def statement(self) -> Any:
-        """The statement of the run at this moment."""
+        """The current statement of the run."""
         return self._stack.privacy_statement()
 
     @property
     def norm(self) -> float:
-        """The joint clipping norm that is stated."""
+        """The stated joint clipping norm."""
         return math.hypot(*self.statement.max_grad_norm)
 
     def released(self, index: Tensor | None = None) -> list[Tensor]:
@@ -112,7 +116,7 @@ def _ready_run(module: Any, args: Any, **private: Any) -> Iterator[_ReadyRun]:
 
     training = {part: part.training for part in module.modules()}
     with tempfile.TemporaryDirectory() as folder:
-        own = args.differential_privacy_args.without_ledger()  # an audit is no use of the data
+        own = args.differential_privacy_args.without_ledger()  # an audit releases nothing about the data
         changed = replace(own, **{**private, "on_unsafe": "report", "init_weights_are_public": True})
         quiet = replace(args, output_dir=folder, resume=False, writers=(), differential_privacy_args=changed)
         trainer = Trainer(module, quiet)
@@ -129,7 +133,7 @@ def _ready_run(module: Any, args: Any, **private: Any) -> Iterator[_ReadyRun]:
 
 
 def _influence(module: Any, args: Any, records: int) -> Iterator[Finding]:
-    """Leave each record out, and replace each by another."""
+    """Remove each record, and replace each by another."""
     own: DifferentialPrivacyArguments = args.differential_privacy_args
     silent: dict[str, Any] = {
         "noise_multiplier": 0.0,
@@ -145,7 +149,7 @@ def _influence(module: Any, args: Any, records: int) -> Iterator[Finding]:
         again = _influence_finding("the same records have the same sum again", _distance(whole, run.released(index)), 0)
         yield again
         if not again.holds:
-            return  # records share random numbers: the other distances would show nothing else
+            return  # records share random numbers, which would dominate the other distances
         left_out, replaced = [], []
         for place in range(len(index)):
             others = torch.cat([index[:place], index[place + 1 :]])
@@ -164,7 +168,7 @@ def _influence_finding(claim: str, moved: tuple[float, int], allowed: float) -> 
 
 
 def _other(length: int, index: Tensor) -> int:
-    """A record that is not among `index`, or any if all are."""
+    """A record that is not among `index`, or any record if all are."""
     while True:
         drawn = secrets.randbelow(length)
         if drawn not in index or len(index) == length:
@@ -178,7 +182,7 @@ def _distance(left: list[Tensor], right: list[Tensor]) -> tuple[float, int]:
 
 
 def _release(module: Any, args: Any) -> Iterator[Finding]:
-    """Judge the updates of two short runs without records, parameter by parameter, and the number of charges."""
+    """Test the updates of two short runs without records, by parameters, and the number of charges."""
     runs = []
     for _ in range(2):
         with _ready_run(module, args, debug_seed=None) as run:
@@ -197,7 +201,7 @@ def _release(module: Any, args: Any) -> Iterator[Finding]:
 
 
 def _problems(module: Any, args: Any) -> tuple[str, ...]:
-    """The reasons for which one preparation refuses the run."""
+    """The reasons of one preparation for refusing the run."""
     with _ready_run(module, args, debug_seed=None) as run:
         overrides: tuple[str, ...] = run.statement.overrides
     return overrides

@@ -11,18 +11,18 @@ import numpy as np
 from scipy import stats
 
 IMPLAUSIBLE = 1e-6
-"""A p-value below this is no accident: with every test of an audit together, one in many thousands reaches it."""
+"""A p-value below this is not chance: over all tests of an audit, one audit in many thousands reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The outcome of one test.
+    """The result of one test.
 
     Attributes:
-        probe: which experiment it belongs to.
-        claim: true of correct training.
-        seen: the measured value, in words.
-        p_value: the probability of something as unlikely as that, if the claim holds; an upper bound.
+        probe: the experiment of the test.
+        claim: a statement that is true of correct training.
+        seen: the measured value, as text.
+        p_value: an upper bound of the probability of a value as unlikely as this one, if the claim is true.
     """
 
     probe: str
@@ -32,22 +32,22 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against the claim."""
+        """Whether the p-value is compatible with the claim."""
         return self.p_value >= IMPLAUSIBLE
 
 
 def two_sided(below: float, above: float) -> float:
-    """The p-value of a statistic with the probabilities `below` and `above` of as little and as much."""
+    """The p-value of a statistic, from the probabilities of values up to it (`below`) and from it on (`above`)."""
     return float(min(1.0, 2 * min(below, above)))
 
 
 def largest_of_normal(z: Any) -> float:
-    """The p-value of the number that is furthest from 0 among several standard normal ones, by Bonferroni."""
+    """The p-value of the largest magnitude among several standard normal numbers, by Bonferroni."""
     return min(1.0, np.size(z) * 2 * float(stats.norm.sf(np.abs(z).max())))
 
 
 def most_unlikely_count(counts: Any, trials: int, probability: float) -> tuple[int, float]:
-    """Of several counts, each binomial, the one that is hardest to believe, and its p-value by Bonferroni."""
+    """The most unlikely of several binomial counts, and its p-value by Bonferroni."""
     counts = np.ravel(counts)
     law = stats.binom(trials, probability)
     tails = np.minimum(law.cdf(counts), law.sf(counts - 1))
@@ -56,21 +56,21 @@ def most_unlikely_count(counts: Any, trials: int, probability: float) -> tuple[i
 
 
 NO_PROOF = (
-    "An audit can show that privacy is broken, not that it holds: it sees what these experiments can see, for the "
+    "An audit can show that privacy is broken, not that it holds: it tests only these experiments, for the "
     "records that they use."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditReport:
-    """The outcome of an audit; `.text` and `.to_json()`.
+    """The result of an audit, as `.text` and `.to_json()`.
 
     Attributes:
-        subject: the audited training, in words.
+        subject: the audited training, as text.
         findings: of all tests.
-        epsilon_claimed, delta: what the audited runs state; None where no canaries were guessed.
-        epsilon_at_least: a lower bound of epsilon by the guesses, with 95 % confidence, whatever the mechanism.
-        epsilon_at_least_tradeoff: the same, sharper, if the mechanism is as stated, but for the size of its noise.
+        epsilon_claimed, delta: the guarantee that the audited runs state; None if no canaries were guessed.
+        epsilon_at_least: a lower bound of epsilon by the guesses, with 95 % confidence, for any mechanism.
+        epsilon_at_least_tradeoff: a sharper bound if the mechanism is as stated, except for the size of its noise.
     """
 
     subject: str
@@ -95,7 +95,7 @@ class AuditReport:
     @property
     def text(self) -> str:
         """The report as a table, with the verdict below."""
-        rows = [("probe", "what ought to be so", "seen", "p-value", "")]
+        rows = [("probe", "claim", "seen", "p-value", "")]
         rows += [(f.probe, f.claim, f.seen, f"{f.p_value:.2g}", "" if f.holds else "BROKEN") for f in self.findings]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

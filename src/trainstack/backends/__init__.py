@@ -1,4 +1,4 @@
-"""Execution of a training step: layers, the backend string, the stack built from it."""
+"""Layers that execute a training step, the grammar of backend strings, and the stack that a string builds."""
 
 from typing import TYPE_CHECKING
 

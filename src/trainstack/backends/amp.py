@@ -19,9 +19,9 @@ from trainstack.stage import Stage
 
 
 class _JointScaler(GradScaler):
-    """A `GradScaler` whose verdict covers all optimizers: either every one of them steps, or none does.
+    """A `GradScaler` with one overflow decision for all optimizers: all of them step, or none does.
 
-    There is no public way to ask for the verdict before `step`. The private names `_per_optimizer_states` and `_scale`
+    torch has no public way to read the decision before `step`. The private names `_per_optimizer_states` and `_scale`
     were checked on torch 2.13.0.
     """
 
@@ -31,23 +31,25 @@ class _JointScaler(GradScaler):
         return [flag for state in states for flag in state["found_inf_per_device"].values()]
 
     def unscale_all(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring the gradients to true units; where no loss was ever scaled there are none."""
+        """Divide the gradients by the scale. `_scale` is None until a loss was scaled; no gradients exist then."""
         if self._scale is not None:
             for optimizer in optimizers:
                 self.unscale_(optimizer)
 
     def forget(self) -> None:
-        """Drop what was recorded of a step that does not come to an end."""
+        """Drop the unscaling records of a step that will not complete."""
         self._per_optimizer_states.clear()
 
 
 @register_layer("amp", slot=Slot.PRECISION)
 class Amp(AbstractTrainerBackendDecorator):
-    """Native mixed precision in float16 (`torch.autocast` and `torch.amp.GradScaler`), on CPU as well.
+    """Native mixed precision in float16 (`torch.autocast` and `torch.amp.GradScaler`), on CUDA devices and CPUs.
+
+    A step whose gradients contain inf or nan is skipped, and the scale is reduced.
 
     Args:
         inner: the layer inside this one.
-        **scaler_options: passed on to `GradScaler`, e.g. `init_scale`, `growth_interval`.
+        **scaler_options: keyword arguments for `GradScaler`, e.g. `init_scale`, `growth_interval`.
 
     Raises:
         ConfigurationError: `enabled` is among the options.
@@ -66,8 +68,8 @@ class Amp(AbstractTrainerBackendDecorator):
         super().__init__(inner)
         if "enabled" in scaler_options:
             raise ConfigurationError(
-                f"amp: enabled={scaler_options['enabled']!r}: the backend string says whether the loss is scaled. "
-                f"Remove it, or remove 'amp' from the string: backend={inner.spec!r}."
+                f"amp: enabled={scaler_options['enabled']!r}: the backend string decides whether the loss is scaled. "
+                f"Remove the option, or remove 'amp' from the string: backend={inner.spec!r}."
             )
         self._scaler_options = scaler_options
         self.scaler = _JointScaler("cpu", **scaler_options)
@@ -75,8 +77,8 @@ class Amp(AbstractTrainerBackendDecorator):
     def prepare(self, work: Workload) -> Workload:
         if any(p.dtype is torch.float16 for p in work.optimized_params):
             raise ConfigurationError(
-                "'amp' with a module in float16: its gradients cannot be unscaled without loss. Leave the module in "
-                "float32; the layer runs the forward pass in float16 by itself."
+                "'amp' with a module in float16: its gradients cannot be unscaled without loss. Keep the module in "
+                "float32; the layer runs the forward pass in float16."
             )
         self.scaler = _JointScaler(work.world.device.type, **self._scaler_options)
         return self.inner.prepare(work)
@@ -89,7 +91,7 @@ class Amp(AbstractTrainerBackendDecorator):
         self.inner.backward(work, self.scaler.scale(loss), weight)
 
     def clip(self, work: Workload) -> Tensor | None:
-        self.scaler.forget()  # a step that was interrupted half-way
+        self.scaler.forget()  # an interrupted step may have left records, for which `unscale_` raises
         self.scaler.unscale_all(work.optimizers)
         return self.inner.clip(work)
 
@@ -98,8 +100,8 @@ class Amp(AbstractTrainerBackendDecorator):
         if not found:  # no optimizer has a gradient, so there is nothing to unscale
             self.scaler.forget()
             return self.inner.step(work)
-        # One read, however many optimizers. It cannot be left to fused optimizers, which take the flag on the device:
-        # schedulers, counters, buffers and hooks need the decision too, and so do optimizers that are not fused.
+        # One read for any number of optimizers. Fused optimizers could read the flag on the device, but schedulers,
+        # counters, buffers, hooks and the other optimizers need the decision on the host.
         moved = not any(self.inner.read(found)) and self.inner.step(work)
         self.scaler.update()
         return moved
@@ -107,7 +109,7 @@ class Amp(AbstractTrainerBackendDecorator):
     def skip(self, work: Workload) -> None:
         if any(self.inner.read(self.scaler.found_inf())):
             self.scaler.update()
-        else:  # a step that counts nothing says nothing about the scale
+        else:  # a step without a weighted loss gives no information about the scale
             self.scaler.forget()
         self.inner.skip(work)
 

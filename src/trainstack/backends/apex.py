@@ -1,7 +1,7 @@
-"""`amp-apex`: mixed precision by `apex.amp`, which newer versions of NVIDIA apex no longer have.
+"""`amp-apex`: mixed precision by `apex.amp`, which newer versions of NVIDIA apex no longer contain.
 
-apex keeps its state for the whole process: one `amp.initialize` a process, and opt level O1 replaces functions of
-torch for all code in it. Nothing of apex is imported before a stack with this layer is opened.
+apex keeps its state for the whole process. `amp.initialize` may be called once in a process, and opt level O1 replaces
+functions of torch for all code in it. This module imports apex only when a stack with this layer is opened.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from trainstack.backends.workload import Workload
 from trainstack.errors import ApexUnavailableError, CheckpointMismatchError, ConfigurationError
 
 _MARKS_OF_NVIDIA = ("multi_tensor_apply", "normalization")
-"""Folders that every version of NVIDIA's apex has had, and the web framework of the same name has not."""
+"""Folders that every version of NVIDIA's apex has, and that the web framework of the same name lacks."""
 
 _ADVICE = (
-    "apex.amp was taken out of NVIDIA's apex on 2025-05-08; the last commit with it is e13873d of 2025-04-11 (tag "
+    "apex.amp was removed from NVIDIA's apex on 2025-05-08; the last commit with it is e13873d of 2025-04-11 (tag "
     "25.05). Install that one, or write 'amp' in place of 'amp-apex' (backend='sp-amp', or 'ddp-amp' over processes): "
-    "float16 by torch itself, which needs no other package."
+    "torch's own float16, which needs no other package."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApexInfo:
-    """What `probe` found.
+    """The result of `probe`.
 
     Attributes:
-        kind: `"absent"`; `"not-nvidia"`, another package of that name; `"broken"`, NVIDIA's with amp, which does not
-            import here; `"no-amp"`, NVIDIA's from which amp was taken out; `"amp"`, one that works.
+        kind: `"absent"`; `"not-nvidia"`, another package with this name; `"broken"`, NVIDIA's apex with amp, whose
+            import fails here; `"no-amp"`, NVIDIA's apex without amp; `"amp"`, a working one.
         location: the folder or file; None if absent.
-        distribution: what installed it, with its version, e.g. `"apex 0.1"`; None if nothing says so.
-        has_cuda_ext: whether apex's compiled kernels (`amp_C`) are there.
-        detail: what else there is to say: the error of the import, or what is odd about the place.
+        distribution: the distribution that installed it, with its version, e.g. `"apex 0.1"`; None if unknown.
+        has_cuda_ext: whether apex's compiled kernels (`amp_C`) are installed.
+        detail: the error of the import, or a remark about the location; empty if there is none.
     """
 
     kind: Literal["absent", "not-nvidia", "broken", "no-amp", "amp"]
@@ -61,7 +61,7 @@ class ApexInfo:
 
 
 def probe() -> ApexInfo:
-    """Look for apex. Its code is run only if its files say that it is NVIDIA's and has amp."""
+    """Look for apex. Run its code only if its files show that it is NVIDIA's and has amp."""
     place = _place()
     if place is None:
         return ApexInfo(kind="absent")
@@ -86,7 +86,8 @@ def require_amp() -> Any:
     """The module `apex.amp`.
 
     Raises:
-        ApexUnavailableError: there is none that works; says what was found, where, and what to write instead.
+        ApexUnavailableError: no working one is installed. The message gives the package that was found, its location
+            and the backend to write instead.
     """
     if {"apex", "apex.amp"} <= set(sys.modules):  # imported once, by the probe or by the user
         return sys.modules["apex.amp"]
@@ -99,19 +100,19 @@ def require_amp() -> Any:
 def _describe(info: ApexInfo) -> str:
     where = f"{info.location} (installed by {info.distribution or 'no distribution that pip knows'})"
     if info.kind == "absent":
-        return "No package 'apex' is installed here; the one that 'pip install apex' fetches is not NVIDIA's."
+        return "No package 'apex' is installed here; 'pip install apex' installs another package, not NVIDIA's."
     if info.kind == "not-nvidia":
-        return f"What is installed as 'apex' at {where} is not NVIDIA's apex{info.detail}."
+        return f"The package 'apex' at {where} is not NVIDIA's apex{info.detail}."
     if info.kind == "no-amp":
-        return f"NVIDIA's apex at {where} has no amp any more."
-    return f"NVIDIA's apex at {where} has amp, but does not import here: {info.detail}."
+        return f"NVIDIA's apex at {where} no longer has amp."
+    return f"NVIDIA's apex at {where} has amp, but its import fails here: {info.detail}."
 
 
 def _place() -> Path | None:
     """The folder of the package, or the file of a module."""
     try:
         spec = find_spec("apex")
-    except ValueError:  # it is in sys.modules, put there by hand
+    except ValueError:  # `apex` in sys.modules has no `__spec__`: code of the user put it there
         origin = getattr(sys.modules["apex"], "__file__", None)
         return Path(origin or "sys.modules['apex']")
     if spec is None:
@@ -132,11 +133,11 @@ OPTIONS = (
     "min_loss_scale",
     "max_loss_scale",
 )
-"""What `amp.initialize` takes besides the opt level and what is this layer's business."""
+"""The arguments of `amp.initialize` that a user may choose, except the opt level."""
 
 _NOT_OPTIONS = {
     "models": "the module is the trainer's.",
-    "optimizers": "they are what get_optimizers_schedulers returns.",
+    "optimizers": "get_optimizers_schedulers returns them.",
     "enabled": "write a backend without 'amp-apex' to train without it.",
     "num_losses": "a step has one loss.",
 }
@@ -150,10 +151,10 @@ class AmpApex(AbstractTrainerBackendDecorator):
         inner: the layer inside this one.
         opt_level: `"O0"` float32; `"O1"` torch's functions cast; `"O2"` a float16 model with float32 master weights;
             `"O3"` a float16 model.
-        **options: passed on to `amp.initialize`: `loss_scale`, `keep_batchnorm_fp32`, `max_loss_scale`, ...
+        **options: keyword arguments for `amp.initialize`: `loss_scale`, `keep_batchnorm_fp32`, `max_loss_scale`, ...
 
     Raises:
-        ConfigurationError: an option is none of `amp.initialize`'s, or is not the user's to choose.
+        ConfigurationError: `amp.initialize` has no such option, or the trainer sets it.
     """
 
     summary: ClassVar[str] = (
@@ -164,7 +165,7 @@ class AmpApex(AbstractTrainerBackendDecorator):
     refuses_replay = "apex counts each backward pass in its loss scaler"
     excludes: ClassVar[Mapping[str, str]] = {
         "dp": "privacy needs the gradient of each sample in true units, apex scales and sums them first.",
-        "fsdp": "apex replaces parameters by masters of its own, which sharding does not see.",
+        "fsdp": "apex replaces parameters by master weights, which fsdp does not shard.",
     }
 
     def __init__(self, inner: TrainerBackend, *, opt_level: str = "O1", **options: Any) -> None:
@@ -189,17 +190,18 @@ class AmpApex(AbstractTrainerBackendDecorator):
         _check_device(work.world.device)
         _check_not_initialized(amp)
         _check_model(work)
+        # Private names of apex (`_amp_lazy_init`, `_amp_stash`, `_amp_state`, ...) were checked on its commit e13873d.
         counted = [hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in work.optimizers]
         model, optimizers = amp.initialize(work.model, list(work.optimizers), opt_level=self.opt_level, **self._options)
         for optimizer, by_scheduler in zip(optimizers, counted, strict=True):
-            # The masters are made now, not in the first step: then the state of an optimizer is restored in float32.
+            # Make the master weights now, not in the first step: optimizer states are then restored in float32.
             optimizer._amp_lazy_init()
-            if by_scheduler:  # apex's step calls the one that the scheduler watches; else it would warn
+            if by_scheduler:  # apex's `step` calls the one that the scheduler wrapped; without the mark torch warns
                 getattr(optimizer.step, "__func__", optimizer.step)._wrapped_by_lr_sched = True
         handle = getattr(amp._amp_state, "handle", None)
         if handle is not None:
-            # O1's cache of casts asks autograd for a cast's parent in a way that no torch since 1.10 understands, so
-            # that a weight used twice in a step is an IndexError; and a cast of a validation outlives later updates.
+            # O1's cache of casts reads `grad_fn` in a way that fails since torch 1.10: a weight that is used twice in a
+            # step raises IndexError. A cast of a validation would also remain after later updates.
             handle._enable_caching = False
         self._optimizers = tuple(optimizers)
         self._own = frozenset(map(id, work.parameters))
@@ -208,25 +210,25 @@ class AmpApex(AbstractTrainerBackendDecorator):
         return replace(work, model=model, optimizers=self._optimizers, params=params)
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        # Gradients stay scaled until `clip`: one verdict and one change of the scale a global step, whatever its
-        # micro-batches, and after other processes' gradients were added.
+        # Unscale in `clip` only: one overflow decision and one change of the scale for each global step, after all
+        # micro-batches, and after the gradients of other processes were added.
         with self._amp.scale_loss(loss, list(work.optimizers), delay_unscale=True) as scaled:
             self.inner.backward(work, scaled, weight)
 
     def clip(self, work: Workload) -> Tensor | None:
         optimizers: list[Any] = list(work.optimizers)
         if any(optimizer._amp_stash.params_have_scaled_gradients for optimizer in optimizers):
-            # Leaving the context brings the gradients to the masters, in true units, and judges them.
+            # Leaving the context writes unscaled gradients to the master weights and checks them for overflow.
             with self._amp.scale_loss(torch.zeros((), device=work.world.device), optimizers):
                 pass
-        if _skips(work):  # apex stops at the first overflow; the rest of the masters' gradients was never written
+        if _skips(work):  # apex stops at the first overflow, so the remaining master gradients are not written
             return torch.full((), float("inf"), device=work.world.device)
         masters = {id(p): p for optimizer in optimizers for p in self._amp.master_params(optimizer)}
         return self.inner.clip(replace(work, params=work.params.clipping(masters.values())))
 
     def step(self, work: Workload) -> bool:
         if _skips(work):
-            self.inner.step(work)  # apex has put steps in place that move nothing and then take themselves away
+            self.inner.step(work)  # apex replaced `step` by one that moves nothing and restores the original
             return False
         return self.inner.step(work)
 
@@ -249,13 +251,13 @@ class AmpApex(AbstractTrainerBackendDecorator):
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
         if not self._optimizers:
-            raise ConfigurationError("layer 'amp-apex' takes its state back once a module was prepared, not before.")
+            raise ConfigurationError("layer 'amp-apex' can load its state only after `prepare`, not before.")
         mine, saved = self._masters_by_name(), state["masters"]
         if not isinstance(saved, Mapping) or state["opt_level"] != self.opt_level or _shapes(saved) != _shapes(mine):
             raise CheckpointMismatchError(
                 f"the checkpoint was written under apex opt_level={state['opt_level']!r} with {len(saved)} master "
-                f"weights; this run has opt_level={self.opt_level!r} and {len(mine)} of them. Names and shapes have to "
-                "be the same: resume with the options and the module that it was written under."
+                f"weights; this run has opt_level={self.opt_level!r} and {len(mine)} of them. Names and shapes "
+                "have to be equal: resume with the same options and the same module."
             )
         self._amp.load_state_dict(state["scalers"])
         with torch.no_grad():
@@ -263,14 +265,14 @@ class AmpApex(AbstractTrainerBackendDecorator):
                 master.copy_(saved[name])
 
     def _masters_by_name(self) -> dict[str, Tensor]:
-        """The same by the names of the parameters that they are copies of."""
+        """The master weights by the names of their parameters."""
         assert self._module is not None
         names, originals = parameter_names(self._module), self._find_originals()
         masters = [master for of_one in self._masters() for master in of_one]
         return {names[id(originals[id(master)])][0]: master for master in masters}
 
     def _find_originals(self) -> dict[int, nn.Parameter]:
-        """The float16 parameter of each master, by the id of the master; apex adds to them in `add_param_group`."""
+        """The float16 parameter of each master weight, by the id of the master. `add_param_group` adds to them."""
         stashes: list[Any] = [optimizer._amp_stash for optimizer in self._optimizers]  # type: ignore[attr-defined]
         return {
             id(master): parameter
@@ -281,12 +283,12 @@ class AmpApex(AbstractTrainerBackendDecorator):
         }
 
     def _masters(self) -> list[list[Tensor]]:
-        """The float32 copies of float16 weights that apex made, by optimizer."""
+        """The float32 master weights that apex made, by optimizer."""
         return [[p for p in self._amp.master_params(o) if id(p) not in self._own] for o in self._optimizers]
 
 
 def _skips(work: Workload) -> bool:
-    """Whether apex has put a step in place that moves nothing, in all optimizers alike, for they share one scale."""
+    """Whether apex replaced `step` by one that moves nothing: in all optimizers, because they share one scale."""
     optimizers: tuple[Any, ...] = work.optimizers
     return any(optimizer._amp_stash.already_patched for optimizer in optimizers)
 
@@ -300,7 +302,7 @@ def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"amp-apex: opt_level={opt_level!r}: write one of {', '.join(map(repr, LEVELS))}.")
     for name, value in options.items():
         if name in _NOT_OPTIONS:
-            raise ConfigurationError(f"amp-apex: {name} is not yours to choose: {_NOT_OPTIONS[name]} Remove it.")
+            raise ConfigurationError(f"amp-apex: {name} is set by the trainer: {_NOT_OPTIONS[name]} Remove it.")
         if name not in OPTIONS:
             close = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"There are opt_level, {', '.join(OPTIONS)}."
@@ -313,20 +315,20 @@ def _check_options(opt_level: str, options: Mapping[str, Any]) -> None:
 
 
 def _check_device(device: torch.device) -> None:
-    """By what apex itself looks at: a tensor made there says that it is CUDA's."""
+    """Check `is_cuda` of a tensor on the device, as apex does."""
     if not torch.empty(0, device=device).is_cuda:
         raise ConfigurationError(
             f"backend 'amp-apex' on device {str(device)!r}: apex.amp trains on CUDA devices only. Write "
-            "device='cuda', or 'amp' in place of 'amp-apex', which runs anywhere: backend='sp-amp'."
+            "device='cuda', or 'amp' in place of 'amp-apex', which runs on any device: backend='sp-amp'."
         )
 
 
 def _check_not_initialized(amp: Any) -> None:
     if hasattr(amp._amp_state, "opt_properties"):
         raise ConfigurationError(
-            "backend 'amp-apex': amp.initialize was called in this process before, and apex keeps one state a process: "
-            "a second call would take the first one's loss scale away. Start a new process for each training, or write "
-            "'amp' in place of 'amp-apex': backend='sp-amp'."
+            "backend 'amp-apex': amp.initialize was called in this process before, and apex keeps one state for the "
+            "process: a second call would reset the first one's loss scale. Start a new process for each training, or "
+            "write 'amp' in place of 'amp-apex': backend='sp-amp'."
         )
 
 
@@ -334,12 +336,12 @@ def _check_model(work: Workload) -> None:
     for name, part in work.module.named_modules():
         if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
             raise ConfigurationError(
-                f"backend 'amp-apex': {name or 'the module'!r} is compiled, and apex cannot change what is compiled "
-                "already. Leave torch.compile out, or write 'amp' in place of 'amp-apex': backend='sp-amp'."
+                f"backend 'amp-apex': {name or 'the module'!r} is compiled, and apex cannot change a compiled module. "
+                "Remove torch.compile, or write 'amp' in place of 'amp-apex': backend='sp-amp'."
             )
     for name, parameter in work.module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             raise ConfigurationError(
-                f"backend 'amp-apex': parameter {name!r} is {parameter.dtype}. Hand over a float32 module; apex makes "
-                "of it what the opt level says."
+                f"backend 'amp-apex': parameter {name!r} is {parameter.dtype}. Pass a float32 module; apex casts it "
+                "as the opt level requires."
             )

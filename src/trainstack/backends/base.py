@@ -1,7 +1,7 @@
 """`TrainerBackend`, the contract of a layer.
 
-A stack is read from outside inwards: the loop holds the outermost layer and calls its verbs; each layer does
-its part and passes the call on to the next. `SingleProcess` is the innermost of every stack.
+The loop holds the outermost layer of a stack and calls its verbs. Each layer does its part and passes the call to the
+next one inside. `SingleProcess` is the innermost layer of every stack.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VERBS = (
 
 
 class Slot(enum.IntEnum):
-    """The places of a stack, outermost first. One layer a slot."""
+    """The positions in a stack, outermost first. Each slot holds one layer, except USER, which holds any number."""
 
     PROCESS = 0
     PRIVACY = 1
@@ -64,49 +64,49 @@ Window = Literal["interval", "epoch"]
 
 
 class TrainerBackend(ABC):
-    """One layer of a stack, and, as the outermost one, the whole stack.
+    """One layer of a stack. The outermost layer represents the whole stack.
 
     Attributes:
         name: the token of the layer in a backend string; also the key of its state in a checkpoint.
-        summary: what the layer does, in one sentence, for `explain`.
-        collectives: what the layer makes all processes do together, and how often; for `explain`.
-        excludes: tokens that may not stand in the same stack, each with the reason.
-        ends: the verbs that the layer never passes on to the layers inside it; `explain` prints it, and the contract
-            tests compare it with the calls that happen. A stack is refused if a layer inside overrides one of them.
+        summary: the effect of the layer, in one sentence, for `explain`.
+        collectives: the collective operations of the layer and their frequency, for `explain`.
+        excludes: tokens that cannot be in the same stack, each with the reason.
+        ends: the verbs that the layer never passes to the layers inside it. `explain` prints them, and the contract
+            tests compare them with the calls that happen. A stack is refused if a layer inside overrides one of them.
         may_be_skipped: verbs that the layer overrides, and that another layer may end before the call reaches it.
-        slot: where the layer goes in a stack; set by `register_layer`, as `name` is.
-        private: whether the layer bounds what training reveals of a record.
+        slot: the position of the layer in a stack. `register_layer` sets it, and `name`.
+        private: whether the layer bounds the information about a record that training reveals.
         bounds_gradients: whether the layer bounds the gradient of each record. A loss of inf or nan then has no
             influence: it neither stops a run nor skips a step.
-        may_skip_steps: whether `step` may leave the weights as they are, as a gradient scaler does. The loop then keeps
-            the buffers of the module for such a step.
-        hides_losses: whether training losses must not be logged.
+        may_skip_steps: whether `step` may leave the weights unchanged, as a gradient scaler does. The loop then
+            restores the buffers of the module after such a step.
         hides_records: whether hooks and subscribers of events get no batch, no output and no loss of training.
         hides_losses: whether values that are computed from training data without noise, such as training losses, must
             not be recorded.
         public_validation: of a private layer: whether validation and test data are declared public.
         released_metrics: the names of the metrics that the layer releases with noise; see `pop_released`.
         joins_processes: whether the layer lets several processes train together.
-        autocast_dtype: the dtype to which the layer autocasts the forward pass; None where it does not.
-        evaluates_together: whether all ranks have to make the same forward passes in an evaluation too, since each of
-            them gathers sharded parameters.
-        reduces_each_pass: of a layer that divides parameters: whether gradients are divided after each backward pass,
-            and not at the end of a step alone.
-        replicas: of a layer that divides parameters: how many copies of them all ranks have together.
-        units: the parts of the module that the user has named for the layer to work on one at a time; see `find_units`.
+        autocast_dtype: the dtype to which the layer autocasts the forward pass; None if it does not autocast.
+        evaluates_together: whether all ranks have to make the same forward passes in an evaluation too, because each
+            pass gathers sharded parameters.
+        reduces_each_pass: of a layer that shards parameters: whether gradients are reduced after each backward pass,
+            not only at the end of a step.
+        replicas: of a layer that shards parameters: the number of complete copies over all ranks.
+        units: the submodules that the user named as units of the layer; see `find_units`.
         standalone: of the innermost layer: whether no layer around it joins processes.
         configured_by: the classes of the fields of `TrainerArguments` that configure the layer, each with the parameter
             of the constructor that takes the field.
-        rank_zero_state: keys of the layer's state that rank 0 alone has, or has in its own way.
-        refuses_updates: why a step cannot make several updates in a stack with this layer; empty where it can.
-        refuses_closures: why an optimizer cannot evaluate a closure in a stack with this layer; empty where it can.
-        refuses_replay: why the passes of a step cannot be run a second time in a stack with this layer; empty where
-            they can.
+        rank_zero_state: keys of the layer's state that only rank 0 has, or that differ on rank 0.
+        refuses_updates: the reason why a step cannot make several updates in a stack with this layer; empty if it can.
+        refuses_closures: the reason why an optimizer cannot evaluate a closure in a stack with this layer; empty if it
+            can.
+        refuses_replay: the reason why the passes of a step cannot run a second time in a stack with this layer; empty
+            if they can.
         prepares_again: whether `prepare` may be called a second time, with the optimizers of a training, after an
-            evaluation for which it was called without any. Without it an evaluation before training prepares the
-            training as well, so that it needs training data and optimizers.
-        requires_state: refuse to go on from a checkpoint without the state of this layer, such as a privacy
-            accountant's.
+            evaluation that prepared the stack without optimizers. If False, an evaluation before training prepares the
+            training too, and needs training data and optimizers.
+        requires_state: whether a checkpoint without the state of this layer, such as that of a privacy accountant, is
+            refused.
     """
 
     name: ClassVar[str] = ""
@@ -136,7 +136,7 @@ class TrainerBackend(ABC):
 
     @property
     def keeps_values(self) -> bool:
-        """Of a private layer: whether `train_step` has set attributes, which may have values of records."""
+        """Of a private layer: whether `train_step` has set attributes, which may contain values of records."""
         return False
 
     released_metrics: tuple[str, ...] = ()
@@ -150,131 +150,132 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def open(self, device: DeviceChoice = "auto") -> World:
-        """Take this process's place in the world and pick its device."""
+        """Join the process group, select the device of this process and return both as a `World`."""
 
     @abstractmethod
     def place(self, module: nn.Module, world: World) -> None:
-        """Move the module to where it is trained; called once, before its optimizers are made."""
+        """Move the module to its device. Called once, before its optimizers are made."""
 
     @abstractmethod
     def prepare(self, work: Workload) -> Workload:
-        """Wrap or convert what is trained; called once, after `place` and before optimizer states are restored.
+        """Wrap or convert the model. Called once, after `place` and before optimizer states are restored.
 
-        It is called a second time where `prepares_again` allows that and training follows an evaluation.
+        If `prepares_again`, it is called a second time for a training that follows an evaluation.
         """
 
     @abstractmethod
     def accumulate(self, work: Workload, last: bool) -> AbstractContextManager[Any]:
-        """The context around forward AND backward of one micro-batch; `last` ends the global step."""
+        """The context around the forward and the backward pass of one micro-batch; `last` ends the global step."""
 
     @abstractmethod
     def forward(self, work: Workload, stage: Stage, batch: Any, step: int) -> Any:
-        """Run the module on one micro-batch and return what its step method returned."""
+        """Run the step method of the module on one micro-batch and return its outputs."""
 
     @abstractmethod
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
         """Add the gradient of `weight * loss` to `.grad`.
 
         Args:
-            work: what is trained.
+            work: the module, its optimizers and their parameters.
             loss: 0-dim, attached to its graph, not scaled.
             weight: this micro-batch's share of the global step; the shares of one step sum to one.
         """
 
     @abstractmethod
     def clip(self, work: Workload) -> Tensor | None:
-        """Limit the gradients; return their joint L2 norm before that (0-dim, on the device, unread) or None."""
+        """Limit the gradients. Return their joint L2 norm before that (0-dim, on the device, not read) or None."""
 
     @abstractmethod
     def step(self, work: Workload) -> bool:
-        """Let the optimizers move the weights; False if nothing was moved."""
+        """Run the optimizers. Return False if no weight changed."""
 
     @abstractmethod
     def gather(self, outputs: Any) -> Any:
-        """Bring collected outputs together from all processes, in dataset order."""
+        """Combine collected outputs of all processes, in dataset order."""
 
     @abstractmethod
     def read(self, tensors: Sequence[Tensor]) -> list[float]:
-        """The values of 0-dim tensors, on one device or several, for the host.
+        """The values of 0-dim tensors, on one device or several, as Python floats.
 
-        The loop reads losses, norms and checks of parameters by this verb only, many at once: the host waits for the
-        device here.
+        The host waits for the device here. The loop reads losses, norms and checks of parameters only by this verb,
+        many at once.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what `open` took. May be called twice."""
+        """Release the resources of `open`, such as the process group. A second call has no effect."""
 
     def sum_gradients(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
-        """Sum the gradients over all processes; all call it, after the passes of an update with `work.defers_sum`."""
+        """Sum the gradients over all processes. All of them call it after the passes of an update if `defers_sum`."""
 
     def skip(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
-        """Called in place of `step` for a global step that moves nothing; its gradients are zeroed afterwards."""
+        """Replaces `step` for a global step that moves nothing; the loop zeroes its gradients afterwards."""
 
     def begin_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
-        """Make what is evaluated the same on all processes, before each pass without training; all call it."""
+        """Make the evaluated state equal on all processes. All of them call it before each pass without training."""
 
     def end_evaluation(self, work: Workload) -> None:  # noqa: B027 - most layers have nothing to do
-        """Undo what `begin_evaluation` did, after each pass without training.
+        """Undo the changes of `begin_evaluation` after each pass without training.
 
-        Called also where the pass raised or was stopped early, perhaps on this process alone: do not wait for others.
+        It is also called after an exception or an early stop, perhaps on this process only: do not wait for others.
         """
 
     def on_fresh_start(self, *, retry: bool) -> None:  # noqa: B027 - most layers have nothing to do
         """Called after `prepare` when the run does not resume from a checkpoint.
 
         Args:
-            retry: one was looked for in vain, so this may be another start of a run that was interrupted early.
+            retry: whether the run looked for a checkpoint and found none. An earlier start of the same run may then
+                have been interrupted before its first checkpoint.
         """
 
     def post_processing(self) -> AbstractContextManager[None]:
-        """A block in which parameters and buffers may be changed, by values that do not depend on training records.
+        """A block in which parameters and buffers may be changed to values that do not depend on training records.
 
         A private run refuses other changes between two optimizer steps.
         """
         return nullcontext()
 
     def schedulers_step(self) -> AbstractContextManager[None]:
-        """A block in which the loop steps a scheduler of the user's.
+        """A block in which the loop steps one of the user's schedulers.
 
-        A private run names other changes of optimizers' options in its statement.
+        A private run lists changes of optimizers' options outside such a block in its statement.
         """
         return nullcontext()
 
     def on_initial_weights(self, origin: WeightsOrigin) -> None:  # noqa: B027 - most layers have nothing to do
-        """Called before `prepare` when the module was given weights from elsewhere, which are in it already."""
+        """Called before `prepare` when the module contains weights from another source, such as a checkpoint."""
 
     def announce_steps(  # noqa: B027 - most layers have nothing to do
         self, steps: int, publish: Callable[[PrivacyStatement], None] | None
     ) -> None:
-        """Called before training: so many global steps are planned.
+        """Called before training with the number of planned global steps.
 
         Args:
-            steps: from now on.
-            publish: takes a statement that holds until they are made; called now, and again before more is spent than
-                the last one says. None when the training is over.
+            steps: counted from now.
+            publish: takes a statement that holds for the planned steps. It is called now, and again before the run
+                spends more than the last statement says. None after the end of the training.
         """
 
     def on_chosen_stop(self, steps_left: int) -> None:  # noqa: B027 - most layers have nothing to do
-        """Called on all processes when code of the run has stopped the training, with so many planned steps left.
+        """Called on all processes when code of the run stops the training with `steps_left` planned steps left.
 
         The code may have read metrics, so the number of steps may depend on them.
         """
 
     @property
     def sampling(self) -> Sampling | None:
-        """How the training data is drawn, if a layer does that itself; known once `prepare` was called."""
+        """The sampling of the training data, if a layer does it itself; known after `prepare`."""
         return None
 
     @property
     def public_dataset_size(self) -> int | None:
-        """How many records the run is planned for and tells of, where a layer keeps the true number back."""
+        """The public number of records, with which the run is planned, if a layer hides the true number."""
         return None
 
     def pop_released(self, window: Window) -> Mapping[str, float]:
         """The means of the layer's `released_metrics` over the steps since the last call for this window, by name.
 
-        A layer that bounds the influence of a record computes them from values with noise. They may be logged.
+        A layer that bounds the influence of a record computes them from values with noise, so they may be logged.
 
         Args:
             window: "interval" for the steps since the last log point, "epoch" for those of the epoch.
@@ -282,23 +283,23 @@ class TrainerBackend(ABC):
         return {}
 
     def plan_rows(self, work: Workload) -> list[tuple[str, str]]:
-        """Rows that a layer adds to the printed plan, as label and value; asked once `prepare` was called."""
+        """Rows that a layer adds to the printed plan, as label and value. Called after `prepare`."""
         return []
 
     def gathered_parts(self, module: nn.Module) -> list[nn.Module] | None:
-        """The parts of `module` whose parameters this layer gathers together; None if it divides no parameters."""
+        """The parts of `module` whose parameters this layer gathers together; None if it shards no parameters."""
         return None
 
     def random_streams(self, world: World) -> RandomStreams | None:
-        """Where samples, forward passes and hooks get their random numbers from, in place of the process's generators.
+        """The streams that replace the generators of the process for samples, forward passes and hooks.
 
-        All processes call it together, after `open`. None leaves the generators to the user, whose seeds then count.
+        All processes call it together, after `open`. None leaves the generators to the user, whose seeds then apply.
         """
         return None
 
     @property
     def is_private(self) -> bool:
-        """Whether a layer of the stack bounds what training reveals of a record."""
+        """Whether a layer of the stack is `private`."""
         return any(layer.private for layer in self.layers())
 
     def privacy_statement(self) -> PrivacyStatement:
@@ -308,11 +309,11 @@ class TrainerBackend(ABC):
         return no_guarantee(self.spec)
 
     def bind(self, owner: object) -> None:
-        """Belong to `owner`, for layers keep what belongs to one run, such as a gradient scaler.
+        """Reserve the stack for `owner`, because layers keep state of one run, such as a gradient scaler.
 
         Raises:
-            ConfigurationError: the stack belongs to somebody else who is still there, or one of its layers would never
-                be called for a verb that it overrides.
+            ConfigurationError: another live object owns the stack, or one of its layers overrides a verb that never
+                reaches it.
         """
         self._refuse_skipped()
         current = self._owner() if self._owner is not None else None
@@ -324,7 +325,7 @@ class TrainerBackend(ABC):
         self._owner = weakref.ref(owner)
 
     def _refuse_skipped(self) -> None:  # noqa: B027 - a layer alone skips none
-        """Refuse a stack, perhaps one made by hand, in which a layer is not called for a verb that it overrides."""
+        """Refuse a stack, perhaps made by hand, with a layer that overrides a verb and is never called for it."""
 
     # --- structure -----------------------------------------------------------------------------------------
 
@@ -341,16 +342,16 @@ class TrainerBackend(ABC):
         return "-".join([names[-1], *names[:-1]])
 
     def explain(self) -> str:
-        """What each layer does, and each verb's way through the stack."""
+        """Describe each layer and the path of each verb through the stack, as plain text."""
         layers = list(self.layers())
         lines = [f"{self.spec}: {len(layers)} layer{'s' if len(layers) > 1 else ''}, outermost first", ""]
         width = max(len(layer.name) for layer in layers)
         lines += [f"  {layer.name:<{width}}   {layer.summary}" for layer in layers]
-        lines += ["", "each verb's way:", ""]
+        lines += ["", "path of each verb:", ""]
         verb_width = max(map(len, VERBS))
         lines += [f"  {verb:<{verb_width}}   {self._verb_path(verb) or 'nothing to do'}" for verb in VERBS]
         together = [f"  {layer.name:<{width}}   {layer.collectives}" for layer in layers if layer.collectives]
-        lines += ["", "what all processes do together:", "", *together] if together else []
+        lines += ["", "collective operations:", "", *together] if together else []
         lines += ["", f"state in a checkpoint: {', '.join(sorted(self.get_state())) or 'none'}"]
         return "\n".join(lines)
 
@@ -366,18 +367,18 @@ class TrainerBackend(ABC):
 
     @classmethod
     def overrides(cls, verb: str) -> bool:
-        """Whether this layer has code of its own for `verb`."""
+        """Whether this layer implements `verb`."""
         return getattr(cls, verb) is not getattr(TrainerBackend, verb)
 
     # --- state ---------------------------------------------------------------------------------------------
 
     def get_layer_state(self) -> dict[str, Any] | None:
-        """What this one layer must remember over a restart; None if nothing."""
+        """The state of this layer alone that a checkpoint has to keep; None if it has none."""
         return None
 
     def update_layer_state(self, state: dict[str, Any]) -> None:
-        """Take back what `get_layer_state` returned."""
-        raise ConfigurationError(f"layer {self.name!r} keeps no state, but was given some: {sorted(state)}")
+        """Restore the state that `get_layer_state` returned."""
+        raise ConfigurationError(f"layer {self.name!r} has no state, but got some: {sorted(state)}")
 
     def get_state(self) -> dict[str, Any]:
         """The state of all layers that have one, keyed by layer name."""
@@ -394,7 +395,7 @@ class TrainerBackend(ABC):
         return states
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned.
+        """Restore the state that `get_state` returned.
 
         Raises:
             CheckpointMismatchError: `state` names a layer this stack lacks, or lacks one that this stack needs.
@@ -402,15 +403,15 @@ class TrainerBackend(ABC):
         if "global_step_completed" in state:
             raise CheckpointMismatchError(
                 "the state has counters of a PyMarlin backend: global_step_completed. A trainer keeps them, as "
-                "trainer.state.global_step and trainer.state.batches; remove them."
+                "trainer.state.global_step and trainer.state.batches; remove them from the state."
             )
         mine = {layer.name: layer for layer in self.layers() if layer.get_layer_state() is not None}
         foreign, missing = sorted(set(state) - set(mine)), sorted(set(mine) - set(state))
         if foreign or missing:
             what = f"has state for {foreign}, which this stack lacks" if foreign else f"has no state for {missing}"
             raise CheckpointMismatchError(
-                f"the checkpoint does not fit backend {self.spec!r}: it {what}. Resume with the backend string it "
-                "was written under, or start a new run from its weights: resume_mode='weights'."
+                f"the checkpoint does not fit backend {self.spec!r}: it {what}. Resume with the backend string of the "
+                "checkpoint, or start a new run from its weights: resume_mode='weights'."
             )
         for name, layer in mine.items():
             layer.update_layer_state(state[name])
@@ -418,20 +419,20 @@ class TrainerBackend(ABC):
     # --- driving without a Trainer ---------------------------------------------------------------------------
 
     def init(self, args: TrainerBackendArguments) -> None:
-        """Make the stack ready for `train_dl` and `validate_dl`, without a `Trainer`."""
+        """Prepare the stack for `train_dl` and `validate_dl`, without a `Trainer`."""
         self._refuse_skipped()
-        driver = import_module("trainstack.trainer.run.loop_runner")  # by its name: imports go the other way
+        driver = import_module("trainstack.trainer.run.loop_runner")  # not an import above: trainer/ imports backends/
         self._runner = driver.DataLoaderRunner(self, args)
 
     def train_dl(self, dataloader: Any, callback: Any) -> Any:
-        """Train on every batch of `dataloader` once; returns the collected outputs of `train_step`.
+        """Train on every batch of `dataloader` once. Returns the collected outputs of `train_step`.
 
-        On many processes each gives batches of its own; a global step is over the next ones of all of them.
+        Each process passes its part of the data. A global step uses the next batches of all processes.
         """
         return self._require_runner().train(dataloader, callback)
 
     def validate_dl(self, dataloader: Any) -> Any:
-        """Run `val_step` on every batch of `dataloader`; returns the collected outputs. All processes call it."""
+        """Run `val_step` on every batch of `dataloader`. Returns the collected outputs. All processes call it."""
         return self._require_runner().validate(dataloader)
 
     def get_global_steps_completed(self) -> int:
@@ -455,18 +456,18 @@ class TrainerBackend(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBackendArguments:
-    """What `TrainerBackend.init` is given.
+    """The arguments of `TrainerBackend.init`.
 
     Args:
         model: a `ModuleInterface`.
         optimizers: over the parameters of `model`.
         schedulers: stepped once after each global step that moved the weights.
-        device: `"auto"`, or what `torch.device` understands.
+        device: `"auto"`, or an argument of `torch.device`.
         gradient_accumulation: batches of the dataloader that make up one global step, on each process.
         max_train_steps_per_epoch: global steps after which `train_dl` stops.
         max_val_steps_per_epoch: batches after which `validate_dl` stops.
-        clip_grads: limit the joint L2 norm of the gradients.
-        max_grad_norm: to what.
+        clip_grads: whether to limit the joint L2 norm of the gradients.
+        max_grad_norm: the limit of the norm.
     """
 
     model: nn.Module
@@ -481,7 +482,7 @@ class TrainerBackendArguments:
 
 
 class LoopRunner(Protocol):
-    """What stands above a stack and calls its verbs."""
+    """Runs the training loop on a stack without a `Trainer`."""
 
     @property
     def global_steps(self) -> int:

@@ -19,13 +19,13 @@ def build_trainer_backend(name: str, *args: Any, **options: Mapping[str, Any]) -
     Args:
         name: a backend string such as `"sp-amp"`, or the name of a backend registered by `register_trainer_backend`
             (then `args` and `options` go to its factory).
-        *args: only for a registered backend.
+        *args: arguments of the factory of a registered backend.
         **options: keyword arguments for one layer each, under its token with `_` for `-`:
             `build_trainer_backend("sp-amp", amp={"init_scale": 1024.0})`.
 
     Raises:
-        BackendSpecError: no legal stack is called so.
-        ConfigurationError: options for a layer that is not in the stack, or that the layer does not take.
+        BackendSpecError: no legal stack has this name.
+        ConfigurationError: an option names a layer that is not in the stack, or the layer does not take the option.
     """
     factory = registered_backend(name) if isinstance(name, str) else None
     if factory is not None:
@@ -50,7 +50,7 @@ def build_trainer_backend(name: str, *args: Any, **options: Mapping[str, Any]) -
 
 
 def _nested(records: Sequence[LayerRecord], options: Mapping[str, Any], unknown: Iterable[str]) -> str:
-    """How to write options without their layer, where exactly one layer of the stack takes each."""
+    """Examples with the layer of each unknown option that exactly one layer of the stack takes."""
     hints = []
     for name in sorted(unknown):
         if name == "enable_amp":
@@ -75,7 +75,7 @@ def _make(record: LayerRecord, options: Mapping[str, Mapping[str, Any]], *inner:
         )
     if not isinstance(chosen, Mapping):
         raise ConfigurationError(
-            f"options for layer {record.token!r}: {chosen!r} is no mapping. Write them by name: "
+            f"options for layer {record.token!r}: {chosen!r} is not a mapping. Write them by name: "
             f"{_keyword(record)}={{'NAME': {chosen!r}}}."
         )
     try:
@@ -90,6 +90,6 @@ def explain(spec: str) -> str:
     """Describe the stack that `spec` builds, in plain text.
 
     Raises:
-        BackendSpecError: `spec` is no legal stack.
+        BackendSpecError: `spec` is not a legal stack.
     """
     return build_trainer_backend(spec).explain()

@@ -12,7 +12,7 @@ from trainstack.backends.workload import Clipping
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping, *, fast_paths: bool = True) -> Tensor | None:
-    """Limit the gradients of `parameters` in place, by the short ways of `fast_paths.py` if `fast_paths`.
+    """Limit the gradients of `parameters` in place, with the functions of `fast_paths.py` if `fast_paths`.
 
     Returns:
         The joint L2 norm before clipping, a 0-dim tensor on the gradients' device that has not been read: inf or nan
@@ -31,7 +31,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping, *, fa
     if clipping.kind == "norm" and fast:
         fast_limit_norm(gradients, norm, clipping.limit)
     elif clipping.kind == "norm":  # the same bits as `torch.nn.utils.clip_grads_with_norm_`, which takes parameters
-        scale = torch.clamp(clipping.limit / (norm + 1e-6), max=1.0)
+        scale = torch.clamp(clipping.limit / (norm + 1e-6), max=1.0)  # 1e-6 is torch's constant
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.device))
     elif clipping.kind == "value":
@@ -40,7 +40,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], clipping: Clipping, *, fa
 
 
 def _limit_values(gradients: list[Tensor], limit: float, fast_paths: bool) -> None:
-    """Clamp each value. Those of a sparse gradient are the sums over its repeated rows, as an optimizer takes them."""
+    """Clamp each value. The values of a sparse gradient are the sums over its repeated rows, as optimizers use them."""
     fast_clamp([gradient for gradient in gradients if not gradient.is_sparse], limit, enabled=fast_paths)
     for gradient in gradients:
         if gradient.is_sparse:

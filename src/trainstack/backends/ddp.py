@@ -1,4 +1,4 @@
-"""`ddp`: one process a device; gradients are summed over all processes."""
+"""`ddp`: one process for each device; gradients are summed over all processes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trainstack.stage import Stage
 _SET_HERE = {"module", "process_group", "device_ids", "output_device"}
 
 _UNUSED = (
-    "some parameters took no part in the loss of a step. If that is meant, write "
-    "backend_options={'ddp': {'find_unused_parameters': True}}; else freeze them with requires_grad_(False) in a hook, "
-    "before the forward pass."
+    "some parameters took no part in the loss of a step. If this is intended, write "
+    "backend_options={'ddp': {'find_unused_parameters': True}}; otherwise freeze them with requires_grad_(False) in a "
+    "hook, before the forward pass."
 )
 
 _UNUSED_SPARSE = (
@@ -48,23 +48,23 @@ _NOT_STATIC = "Remove static_graph"
 class DDP(JoinsProcesses):
     """Joins the processes that a launcher started and wraps the module in `DistributedDataParallel`.
 
-    Gradients are summed with the weights of the loop, so that the result is that of one process on the whole batch. A
-    rank without samples runs a borrowed micro-batch, whose gradients are replaced by zeros. Parameters that are frozen,
-    unfrozen or added during training are reduced from then on: the module is wrapped again.
+    The loop's weights scale the gradients before their sum, so the result equals that of one process on the whole
+    batch. A rank without samples runs a borrowed micro-batch, whose gradients are replaced by zeros. If parameters are
+    frozen, unfrozen or added during training, the layer wraps the module again, so that their gradients are reduced.
 
     Args:
         inner: the layer inside this one.
         comm_hook: a communication hook of `torch.distributed.algorithms`, or a pair of its state and the hook.
         place: see `JoinsProcesses`, as for the next six.
-        gather_frequency: of `JoinsProcesses`.
-        timeout_s: of `JoinsProcesses`.
-        allow_pickle: of `JoinsProcesses`.
-        rendezvous_timeout_s: of `JoinsProcesses`.
-        run_id: of `JoinsProcesses`.
-        environ: of `JoinsProcesses`.
-        **options: passed on to `DistributedDataParallel`, e.g. `find_unused_parameters`, `bucket_cap_mb`. By default
-            `gradient_as_bucket_view` is True, so that gradients need no second copy, unless an optimizer has its own
-            `zero_grad`.
+        gather_frequency: see `JoinsProcesses`.
+        timeout_s: see `JoinsProcesses`.
+        allow_pickle: see `JoinsProcesses`.
+        rendezvous_timeout_s: see `JoinsProcesses`.
+        run_id: see `JoinsProcesses`.
+        environ: see `JoinsProcesses`.
+        **options: keyword arguments for `DistributedDataParallel`, e.g. `find_unused_parameters`, `bucket_cap_mb`.
+            `gradient_as_bucket_view` is True by default, so that gradients need no second copy, unless an optimizer
+            has its own `zero_grad`.
     """
 
     summary: ClassVar[str] = "joins the launcher's processes and sums gradients over them, once a global step"
@@ -113,10 +113,10 @@ class DDP(JoinsProcesses):
             return work
         if isinstance(work.module, DistributedDataParallel):
             raise ConfigurationError(
-                "the module is wrapped in DistributedDataParallel already. Give the Trainer your own module: "
+                "the module is already wrapped in DistributedDataParallel. Pass the unwrapped module to the Trainer: "
                 "the 'ddp' layer wraps it."
             )
-        # A `zero_grad` of an optimizer's own may detach gradients in place, which torch refuses for views.
+        # A custom `zero_grad` may detach gradients in place, which torch refuses for views.
         views = all(map(has_usual_zero_grad, work.optimizers))
         model = GradientReducer(
             work.model,
@@ -136,8 +136,8 @@ class DDP(JoinsProcesses):
         model.syncs = last
         if model.is_static and not last:
             raise ConfigurationError(
-                f"{_STATIC} for steps of several micro-batches, in which torch does not support it. {_NOT_STATIC}, or "
-                "make gpu_batch_size_limit and the number of processes so large that each has one micro-batch a step."
+                f"{_STATIC} for steps of several micro-batches, which torch does not support. {_NOT_STATIC}, or "
+                "increase gpu_batch_size_limit or the number of processes until each has one micro-batch a step."
             )
         return TrainingPass(self._group, self.inner.accumulate(work, last))
 
@@ -164,7 +164,7 @@ class DDP(JoinsProcesses):
         return outputs
 
     def backward(self, work: Workload, loss: Tensor, weight: float) -> None:
-        """DistributedDataParallel averages; weights that sum to one over all ranks need the sum."""
+        """Multiply by the world size: DistributedDataParallel averages, and weights that sum to one need the sum."""
         model = self._reducer(work)
 
         def backward(loss: Tensor) -> None:
@@ -200,14 +200,14 @@ class DDP(JoinsProcesses):
             model.refresh(work.parameters)
 
     def _reducer(self, work: Workload) -> GradientReducer | None:
-        """The reducer of `work`; None where another layer sums the gradients."""
+        """The reducer of `work`; None if another layer sums the gradients."""
         return work.model if isinstance(work.model, GradientReducer) else None
 
     def begin_evaluation(self, work: Workload) -> None:
-        """Give every process the main process's buffers, which are the ones that are saved.
+        """Broadcast the buffers of the main process, which are the ones that a checkpoint saves.
 
-        In training the wrapper does that as each step begins, unless its options say otherwise. What the step has made
-        of them since, such as running statistics, is of each process's own samples.
+        In training the wrapper broadcasts them at the beginning of each step, unless its options say otherwise. Changes
+        since then, such as running statistics, depend on the samples of each process.
         """
         self.inner.begin_evaluation(work)
         model = self._reducer(work)
@@ -215,15 +215,15 @@ class DDP(JoinsProcesses):
             self._refresh(work, model)
         if work.world.size > 1 and (model is None or model.shares_buffers):
             buffers = list(work.module.buffers())
-            if buffers:  # where a process evaluates alone, the others are in collectives of gradients
+            if buffers:  # if this process evaluates alone, the others are in collectives of gradients
                 work.world.comm.check_place("beginning an evaluation")
             broadcast_coalesced(work.world, buffers)
 
 
 def _check_static(outputs: Any) -> None:
-    """Refuse outputs in which torch does not find the loss: it would never sum the gradients.
+    """Refuse outputs in which torch does not find the loss, because it would never sum the gradients.
 
-    torch 2.13.0: the wrapper looks for tensors with `torch.utils._pytree`.
+    The wrapper searches tensors with the private `torch.utils._pytree` (checked on torch 2.13.0).
     """
     loss, pytree = loss_item(outputs), getattr(torch.utils, "_pytree", None)
     if (
@@ -233,7 +233,7 @@ def _check_static(outputs: Any) -> None:
     ):
         raise ConfigurationError(
             f"{_STATIC} for a train_step that returns a {type(outputs).__name__}, in which torch finds no tensor, so "
-            f"that gradients are not summed. {_NOT_STATIC}, or return the loss, a tuple, a list or a dict."
+            f"that gradients are not summed. {_NOT_STATIC}, or return a tensor, a tuple, a list or a dict."
         )
 
 
@@ -241,10 +241,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
     known = sorted(set(inspect.signature(DistributedDataParallel).parameters) - _SET_HERE)
     for name in options:
         if name in _SET_HERE:
-            raise ConfigurationError(f"backend_options={{'ddp': {{{name!r}: ...}}}}: the layer sets that itself.")
+            raise ConfigurationError(f"backend_options={{'ddp': {{{name!r}: ...}}}}: the layer sets this option.")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ConfigurationError(
                 f"layer 'ddp' and DistributedDataParallel have no option {name!r}. "
-                + (f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}.")
+                + (f"Did you mean {close[0]!r}?" if close else f"The options are {', '.join(known)}.")
             )

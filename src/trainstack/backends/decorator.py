@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 
 class AbstractTrainerBackendDecorator(TrainerBackend):
-    """Base class of all layers but the innermost.
+    """Base class of all layers except the innermost.
 
-    A layer overrides the verbs it changes. It *wraps* a verb when it calls `self.inner.<verb>`, and *ends* it
-    when it does not: then it names the verb in `ends`. Attributes that must survive a restart go through
-    `get_layer_state`.
+    A layer overrides the verbs that it changes. It *wraps* a verb if it calls `self.inner.<verb>`, and *ends* it
+    otherwise; then it names the verb in `ends`. `get_layer_state` returns attributes that a checkpoint has to keep.
     """
 
     def __init__(self, inner: TrainerBackend) -> None:
@@ -122,7 +121,7 @@ class AbstractTrainerBackendDecorator(TrainerBackend):
     def privacy_statement(self) -> PrivacyStatement:
         if any(layer.overrides("privacy_statement") for layer in self.inner.layers()):
             return self.inner.privacy_statement()
-        return super().privacy_statement()  # it names the backend string of the whole stack
+        return super().privacy_statement()  # with the backend string of the whole stack, not of its inner part
 
     def gather(self, outputs: Any) -> Any:
         return self.inner.gather(outputs)
@@ -148,19 +147,19 @@ class SkippedVerbs:
 
     @property
     def reason(self) -> str:
-        """What would happen, as a sentence."""
+        """The conflict, as a sentence."""
         verbs = " and ".join(self.verbs)
         return f"{self.inner!r} overrides {verbs}, and {self.outer!r} ends {verbs} before {self.inner!r} is called."
 
     @property
     def remedy(self) -> str:
-        """What to write where that is intended."""
+        """The code to write if the conflict is intended."""
         verbs = ", ".join(map(repr, self.verbs))
-        return f"may_be_skipped = frozenset({{{verbs}}}) in the class of {self.inner!r}, if it may be left out there"
+        return f"may_be_skipped = frozenset({{{verbs}}}) in the class of {self.inner!r} if that is intended"
 
 
 def find_skipped(layers: Sequence[tuple[str, type[TrainerBackend] | TrainerBackend]]) -> SkippedVerbs | None:
-    """The verbs of the first layer that is not called for all that it overrides; None if there is no such layer.
+    """The verbs of the first layer that is not called for all verbs that it overrides; None if there is no such layer.
 
     The innermost layer of a stack does not count: it ends each verb that reaches it.
 

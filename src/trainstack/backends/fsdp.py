@@ -35,40 +35,45 @@ if TYPE_CHECKING:  # torch.distributed.fsdp takes half a second to import
 class FSDP(JoinsProcesses):
     """Joins the processes that a launcher started and shards the module over them with `fully_shard`.
 
-    Each process keeps a part of each parameter, of its gradient and of the optimizer's state. A unit's parameters are
-    whole during its forward and its backward pass. Gradients are summed with the weights of the loop, so that the
-    result is that of one process on the whole batch.
+    Each process keeps a part of each parameter, of its gradient and of the optimizer's state. The parameters of a unit
+    are whole only during its forward and its backward pass. The loop's weights scale the gradients before their sum, so
+    the result equals that of one process on the whole batch.
 
     Args:
         inner: the layer inside this one.
         place: see `JoinsProcesses`, as for the next six.
-        gather_frequency: of `JoinsProcesses`.
-        timeout_s: of `JoinsProcesses`.
-        allow_pickle: of `JoinsProcesses`.
-        rendezvous_timeout_s: of `JoinsProcesses`.
-        run_id: of `JoinsProcesses`.
-        environ: of `JoinsProcesses`.
+        gather_frequency: see `JoinsProcesses`.
+        timeout_s: see `JoinsProcesses`.
+        allow_pickle: see `JoinsProcesses`.
+        rendezvous_timeout_s: see `JoinsProcesses`.
+        run_id: see `JoinsProcesses`.
+        environ: see `JoinsProcesses`.
         units: the modules whose parameters are gathered together: modules, their names (`"model.layers.0"`), their
             classes, or names of these (`"Block"`). All ranks have to call each of them in each forward pass. By default
-            those that `sharding_units` of the module returns, else the blocks that an `nn.ModuleList` or
-            `nn.Sequential` repeats; with `find_unused_parameters` none, so that all parameters are gathered at once.
-        find_unused_parameters: whether a parameter may take no part in the loss of a step. One more small exchange a
-            step tells the ranks which parameters none of them has used; these keep `grad` None.
-        reshard_after_forward: whether a unit gives its gathered parameters up between its forward and its backward
-            pass. False needs more memory and less communication.
-        low_precision_gather: gather parameters in the dtype of the precision layer, such as bfloat16 in `fsdp-bf16`:
-            half the bytes of each exchange, and half the memory of gathered parameters. Parameters and optimizer
+            they are the result of `sharding_units` of the module, or else the blocks that an `nn.ModuleList` or
+            `nn.Sequential` repeats; with `find_unused_parameters` there are none, so all parameters are gathered at
+            once.
+        find_unused_parameters: whether a parameter may take no part in the loss of a step. One more small exchange in
+            each step finds the parameters that no rank has used; their `grad` remains None.
+        reshard_after_forward: whether a unit frees its gathered parameters between its forward and its backward pass.
+            False needs more memory and less communication.
+        low_precision_gather: gather parameters in the dtype of the precision layer, such as bfloat16 in `fsdp-bf16`.
+            Each exchange has half the bytes, and gathered parameters take half the memory. Parameters and optimizer
             states keep their dtype, and gradients are summed in float32.
-        replicate: so many replicas of the sharded module. Each is sharded over as many neighbouring ranks, and
-            gradients are summed over all. More memory a process, and exchanges between fewer processes.
-        cpu_offload: keep parameters, gradients and optimizer states in host memory, where the optimizer runs too. It
+        replicate: the number of replicas of the sharded module. Each replica is sharded over neighbouring ranks, and
+            gradients are summed over all. A larger number needs more memory for each process, and exchanges between
+            fewer processes.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory, and run the optimizer there. It
             needs an accelerator.
-        reduce_each_pass: sum gradients over the processes in each backward pass, in place of once a step. Else a step
-            of several micro-batches keeps the whole gradients of all parameters between its passes. More communication,
-            and the memory of a single micro-batch.
+        reduce_each_pass: sum gradients over the processes in each backward pass, not once for each step. With False, a
+            step of several micro-batches keeps the whole gradients of all parameters between its passes. True needs
+            more communication and the memory of a single micro-batch.
         gather_for_evaluation: whether all parameters are whole during an evaluation, so that ranks may evaluate
-            different numbers of batches. False for a model that does not fit on one device: its units are gathered one
-            at a time, and ranks without a batch join the passes of the others with a borrowed one.
+            different numbers of batches. False is for a model that does not fit on one device: its units are gathered
+            one at a time, and ranks without a batch join the passes of the others with a borrowed batch.
+
+    Raises:
+        ConfigurationError: `low_precision_gather` without a precision layer.
     """
 
     summary: ClassVar[str] = "joins the launcher's processes and shards parameters, gradients and optimizer states"
@@ -78,7 +83,7 @@ class FSDP(JoinsProcesses):
         "parameters are gathered"
     )
     excludes: ClassVar[Mapping[str, str]] = {
-        "dp": "it clips the gradient of each record, for which every process needs the whole gradient."
+        "dp": "it clips the gradient of each record, which needs the whole gradient on every process."
     }
     refuses_updates = "each pass of a sharded module sums gradients over the processes"
     refuses_closures = "each pass of a sharded module sums gradients over the processes"
@@ -119,7 +124,7 @@ class FSDP(JoinsProcesses):
         self.reduces_each_pass, self.evaluates_together = reduce_each_pass, not gather_for_evaluation
         self._gathered_dtype = self._low_precision() if low_precision_gather else None
         self._mesh_groups: list[dist.ProcessGroup] = []
-        self._begins, self._last = True, True  # of the pass under way: whether it begins or ends a step
+        self._begins, self._last = True, True  # whether the current pass begins a step, and whether it ends one
         self._sharded: list[FSDPModule] = []
         self._gradients: ShardedGradients | None = None
 
@@ -139,15 +144,15 @@ class FSDP(JoinsProcesses):
         return world
 
     def _check_offload(self, device: torch.device) -> None:
-        remedy = "Leave backend_options={'fsdp': {'cpu_offload': True}} out"
+        remedy = "Remove backend_options={'fsdp': {'cpu_offload': True}}"
         if device.type == "cpu":
             raise ConfigurationError(
                 f"cpu_offload=True on the device {str(device)!r}: parameters are in host memory already. {remedy}."
             )
         if "cpu:" not in str(dist.get_backend_config()):  # 0-dim norms of gradients are summed on the host
             raise ConfigurationError(
-                f"cpu_offload=True in a process group of {dist.get_backend_config()}, which exchanges no tensors in "
-                f"host memory. Make it with backend='cpu:gloo,{device.type}:{dist.get_backend()}'. Or: {remedy}."
+                f"cpu_offload=True in a process group of {dist.get_backend_config()}, which cannot exchange tensors in "
+                f"host memory. Create it with backend='cpu:gloo,{device.type}:{dist.get_backend()}'. Or: {remedy}."
             )
 
     def _collective_backend(self, device: torch.device) -> str:
@@ -237,7 +242,7 @@ class FSDP(JoinsProcesses):
             return self.inner.step(work)
 
     def begin_evaluation(self, work: Workload) -> None:
-        """Gather all parameters, unless a forward pass gathers one unit at a time."""
+        """Gather all parameters, unless each forward pass gathers them one unit at a time."""
         from trainstack.backends.sharding.units import gather_all
 
         self.inner.begin_evaluation(work)
@@ -256,6 +261,6 @@ class FSDP(JoinsProcesses):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the values of all shards; all processes call it together."""
+    """A sharded tensor as a tensor with the values of all shards. All processes call it together."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()

@@ -30,7 +30,8 @@ from torch.utils.data import Dataset
 from trainstack.backends.generators import get_generator_state, kinds_of_generators
 
 DEEP, WIDE, MANY = 8, 100, 10_000
-"""How far the search goes: levels below a root, items of a container, and objects below a root."""
+"""Limits of the search: levels below a root, items of a container, and objects below a root. They bound its time: large
+datasets hold many objects, and few of them lead to a generator."""
 
 _LEAVES = (bool, int, float, complex, str, bytes, bytearray, range, type(None), ModuleType, CodeType)
 _LEAVES += (torch.Tensor, np.ndarray, np.generic, torch.dtype, torch.device)  # type: ignore[assignment]
@@ -42,12 +43,12 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "trainstack"
 
 
 class FoundGenerators:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         by_path: the generators, each once, under the first path to it.
-        without_state: the same for those whose state cannot be read, such as `random.SystemRandom`.
-        unsearched: paths of what was not searched whole, because it is too wide, too deep or too much.
+        without_state: the generators whose state cannot be read, such as `random.SystemRandom`, by path.
+        unsearched: paths of objects that were not searched completely, because of the limits.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class FoundGenerators:
         self.unsearched: list[str] = []
 
     def describe_unsearched(self) -> str:
-        """The first paths of what was not searched whole, and how many more there are; "" for none."""
+        """The first three of the paths in `unsearched`, and the number of the others; "" if there are none."""
         more = len(self.unsearched) - 3
         return ", ".join(self.unsearched[:3]) + (f" and {more} more" if more > 0 else "")
 
@@ -64,10 +65,10 @@ class FoundGenerators:
 def find_generators(*roots: Any, **named: Any) -> FoundGenerators:
     """Find the generators that `roots` and `named` reach. The paths below a named root begin with its name.
 
-    The search follows attributes, containers, modules, functions with what they enclose, classes, global variables that
-    functions and methods name, and global generators beside the class of a module. It leaves out the global generators
-    of torch, numpy and Python, and what belongs to trainstack. Objects of the same structure give the same paths in the
-    same order in all processes. No code of the objects runs: no property, no `__getattr__`, no `__iter__`.
+    The search follows attributes, containers, modules, functions with their closures, classes, the global variables
+    that functions and methods name, and global generators in the scope of a module's class. It omits the global
+    generators of torch, numpy and Python, and objects of trainstack. Objects of the same structure give the same paths
+    in the same order in all processes. No code of the objects runs: no property, no `__getattr__`, no `__iter__`.
     """
     search = _Search()
     for name, root in (*(("", root) for root in roots), *named.items()):
@@ -77,7 +78,7 @@ def find_generators(*roots: Any, **named: Any) -> FoundGenerators:
 
 class _Node(NamedTuple):
     parent: _Node | None
-    label: str | tuple[Any, int]  # a tuple for an item of a dict: its key and its position
+    label: str | tuple[Any, int]  # of an item of a dict: its key and its position
     value: Any
     level: int
 
@@ -109,9 +110,9 @@ class _Search:
         self._objects_left = self._items_left = 0
 
     def search(self, name: str, root: Any) -> None:
-        self._objects_left, self._items_left = MANY, 50 * MANY
+        self._objects_left, self._items_left = MANY, 50 * MANY  # items cost less: most are plain values
         ahead = [_Node(None, name, root, 0)]
-        for node in ahead:  # the nearest ones first; it grows
+        for node in ahead:  # breadth first; `ahead` grows in the loop
             value = node.value
             if id(value) in self._seen or self._leaf(type(value)):
                 continue
@@ -124,7 +125,7 @@ class _Search:
                 self._seen[id(value)] = value
                 before = len(ahead)
                 ahead += self._expand(node)
-                # Containers of plain values are free: the layers of a large network have thousands.
+                # Containers of plain values do not count, because the layers of a large network have thousands.
                 self._objects_left -= len(ahead) > before or type(value) not in (dict, list, tuple, FunctionType)
 
     def _expand(self, node: _Node) -> Iterator[_Node]:
@@ -142,7 +143,7 @@ class _Search:
     def _add(self, path: str, generator: Any) -> None:
         try:
             get_generator_state(generator)
-        except Exception:  # whatever a class of the user's does
+        except Exception:  # a class of the user may raise any error
             places = self.found.without_state
         else:
             places = self.found.by_path
@@ -158,7 +159,7 @@ class _Search:
             self.found.unsearched.append(node.path())
 
     def _leaf(self, kind: type) -> bool:
-        """Whether nothing is looked for in objects of `kind`: plain values, and what trainstack keeps for itself."""
+        """Whether objects of `kind` are not searched: plain values, and trainstack's own objects."""
         known = self._is_leaf.get(kind)
         if known is None:
             own = _package(kind) == "trainstack" and not issubclass(kind, nn.Module | Dataset)
@@ -166,16 +167,17 @@ class _Search:
         return known
 
     def _user(self, kind: type) -> bool:
-        """Whether a class is the user's, and of no installed package."""
+        """Whether a class is the user's, not of an installed package."""
         known = self._is_of_user.get(kind)
         if known is None:
             known = self._is_of_user[kind] = is_of_user(kind)
         return known
 
     def _may_own(self, values: list[Any]) -> bool:
-        """Whether a generator may be in `values`: one of them is it, an object of the user's, or a container of such.
+        """Whether `values` may contain a generator: a generator, an object of the user's, or a container with one.
 
-        Objects of installed packages, such as tables, are taken for free of them. Else nearly each dataset is named.
+        Objects of installed packages, such as tables, count as free of generators. Otherwise the list of unsearched
+        paths would name nearly every dataset.
         """
         containers = [value for value in values if type(value) in (dict, *_SEQUENCES, *_SETS)]
         inner = list(islice(chain.from_iterable(map(_contents, containers)), MANY))
@@ -216,7 +218,7 @@ class _Search:
             yield "", kind
 
     def _of_set(self, node: _Node) -> Iterator[tuple[str, Any]]:
-        """The one item that may hold generators. The order of several is not the same in all processes."""
+        """The only item that may hold generators. If there are several, their order may differ between processes."""
         items = [item for item in islice(_contents(node.value), MANY) if not self._leaf(type(item))]
         if len(items) == 1:
             yield "{}", items[0]
@@ -224,7 +226,7 @@ class _Search:
             self._note(node, self._may_own(items))
 
     def _of_module(self, root: nn.Module) -> Iterator[tuple[str, Any]]:
-        """The attributes and hooks of a module and all its parts, and global generators beside their classes."""
+        """The attributes and hooks of a module and its parts, and global generators in the scopes of their classes."""
         parts = list(_named_parts(root))
         for path, part in parts:
             self._seen[id(part)] = part
@@ -251,7 +253,7 @@ class _Search:
         yield from self._globals_named(function.__code__, function.__globals__, "global ")
 
     def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """What a class keeps of generators, its methods, and its bases, except in Python, torch and numpy."""
+        """Generators in attributes of a class, its methods, and its bases, except those of Python, torch and numpy."""
         for base in kind.__mro__:
             if _package(base) in _LIBRARIES or (base is not kind and id(base) in self._seen):
                 continue
@@ -261,7 +263,7 @@ class _Search:
                 yield from self._one_level(f".{name}", item)
 
     def _globals_named(self, code: CodeType, variables: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        """Generators in global variables that `code` names, one level deep, and what it calls of the user's."""
+        """Generators in global variables that `code` names, one level deep, and the user's functions and classes."""
         for name in code.co_names:
             value = variables.get(name)
             kind = type(value)
@@ -278,7 +280,7 @@ class _Search:
                 yield from self._globals_named(inner, variables, prefix)
 
     def _one_level(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """`value` if it is a generator, and else the generators among its items or attributes."""
+        """`value` if it is a generator, otherwise the generators among its items or attributes."""
         kind = type(value)
         if issubclass(kind, self._kinds):
             yield path, value
@@ -296,7 +298,7 @@ class _Search:
 
 
 def _contents(container: Any) -> Iterator[Any]:
-    """The items of a builtin container, past what a subclass defines in the place of its methods."""
+    """The items of a builtin container, without calling methods that a subclass overrides."""
     if isinstance(container, dict):
         return iter(dict.values(container))
     kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(container, kind))
@@ -305,14 +307,14 @@ def _contents(container: Any) -> Iterator[Any]:
 
 
 def _rest_of(value: Any) -> list[Any]:
-    """What a container holds beyond the items that are searched."""
+    """The items of a container beyond the limit of the search."""
     if not issubclass(type(value), (dict, *_SEQUENCES)):
         return []
     return list(islice(_contents(value), WIDE, MANY))
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    """What the object has as attributes and in slots, without a call of its code."""
+    """The attributes and slots of an object, without a call of its code."""
     found = list[tuple[str, Any]]()
     kind = type(value)
     if issubclass(kind, threading.local):
@@ -333,7 +335,7 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `named_modules`, past what a module defines in its place."""
+    """Like `named_modules`, without calling methods that a module overrides."""
     seen, ahead = set[int](), [("", module)]
     while ahead:
         path, part = ahead.pop()
@@ -361,12 +363,12 @@ def _package(kind: type) -> str:
 
 
 def is_of_user(kind: type) -> bool:
-    """Whether a class is defined by the user, and not by Python, torch, numpy, trainstack or an installed package."""
+    """Whether the user defines the class, and not Python, torch, numpy, trainstack or an installed package."""
     return not issubclass(kind, (*_LEAVES, *_CALLABLES)) and is_scope_of_user(str(kind.__module__))
 
 
 def is_scope_of_user(scope: str) -> bool:
-    """Whether a module is the user's, by its name."""
+    """Whether a module, given by its name, is the user's."""
     if scope.partition(".")[0] in _LIBRARIES:
         return False
     return "site-packages" not in str(getattr(sys.modules.get(scope), "__file__", None))

@@ -12,7 +12,7 @@ import torch
 
 @cache
 def kinds_of_generators() -> tuple[type, ...]:
-    """Their classes. The first call imports `numpy.random`."""
+    """The classes of random generators. The first call imports `numpy.random`."""
     return torch.Generator, np.random.Generator, np.random.RandomState, random.Random
 
 
@@ -26,7 +26,7 @@ def get_generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Give one generator the state that `get_generator_state` returned of one of its kind.
+    """Set the state of one generator to a result of `get_generator_state` for a generator of the same class.
 
     Raises:
         TypeError, ValueError, RuntimeError, KeyError: it is the state of another kind of generator.
@@ -53,5 +53,5 @@ def seed_generator(generator: Any, seed: int) -> None:
     elif isinstance(generator, random.Random):
         generator.seed(seed)
     else:
-        # Shifted by one: a seed of 63 bits is the same number whether it is read with a sign or without.
+        # Shifted by one: a seed of 63 bits is the same number as a signed and as an unsigned integer.
         generator.manual_seed(seed >> 1)

@@ -1,4 +1,4 @@
-"""`JoinsProcesses`, the base of the layers that join the processes which a launcher started."""
+"""`JoinsProcesses`, the base of the layers that join the processes of a launcher."""
 
 from __future__ import annotations
 
@@ -44,21 +44,24 @@ if TYPE_CHECKING:
 
 
 class JoinsProcesses(AbstractTrainerBackendDecorator):
-    """Joins the processes that a launcher started, brings their outputs together, and leaves.
+    """Joins the processes that a launcher started, gathers their outputs, and leaves the process group at the end.
 
-    A process group that exists already is adopted and never destroyed; the processes then work together in groups of
-    their own beside it, which have `timeout_s` and which a failure may break.
+    An existing process group is adopted and never destroyed. The processes then communicate in separate new groups,
+    which have `timeout_s`, and which may be aborted after a failure.
 
     Args:
         inner: the layer inside this one.
-        place: an explicit place in the world; by default the launcher's environment tells.
-        gather_frequency: send at most so many rows at once when outputs are gathered.
-        timeout_s: seconds after which a collective that not everybody joins fails.
+        place: an explicit rank, world size and so on; by default the launcher's environment gives them.
+        gather_frequency: the largest number of rows that one exchange sends when outputs are gathered.
+        timeout_s: seconds after which a collective fails that some process has not joined.
         allow_pickle: see `DistributedTrainingArguments.allow_pickle`.
-        rendezvous_timeout_s: seconds in which all processes have to come to `open`, and again to make their groups;
-            by default 600, or `timeout_s` where that is shorter.
-        run_id: a name that all processes of a run share; one with another name is refused.
-        environ: where to look for the launcher's variables.
+        rendezvous_timeout_s: seconds in which all processes have to call `open`, and again to make their groups; by
+            default 600, or `timeout_s` if that is shorter.
+        run_id: a name that all processes of a run share; a process with another name is refused.
+        environ: the environment with the launcher's variables.
+
+    Raises:
+        ConfigurationError: by `open`, if neither a process group, nor `place`, nor a launcher is found.
     """
 
     joins_processes: ClassVar[bool] = True
@@ -104,7 +107,7 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
             opening = Opening(found.words, place.rank, place.size, self._rendezvous_s)
         try:
             return self._open(opening, place, found, device)
-        except BaseException as error:  # the others wait for this rank, in C++
+        except BaseException as error:  # the other ranks wait for this one in C++, where no exception ends the wait
             opening.fail(error)
             self._take_interface_back()
             raise
@@ -120,7 +123,7 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
 
         def join() -> GroupCommunicator:
             if inner.device.type != "cpu":
-                torch.accelerator.set_device_index(inner.device.index or 0)  # it holds for one thread
+                torch.accelerator.set_device_index(inner.device.index or 0)  # per thread; `opening.run` uses a new one
             if found is not None:
                 self._join(here, found.store, inner.device)
             return self._communicator()
@@ -135,7 +138,7 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
         return self._world
 
     def _choose_interface(self, found: Rendezvous, here: ProcessInfo) -> None:
-        """Have gloo listen at an address that all ranks can reach, and at no other."""
+        """Set the interface of gloo to an address that all ranks can reach, and to no other."""
         hosts = [member.host for member in found.members]
         if here.rank == 0:
             log_hosts(found.members)
@@ -146,21 +149,21 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
             use_interface(self._interface)
 
     def _communicator(self) -> GroupCommunicator:
-        # Beside an adopted group, make our own: they have our time-out, and may be broken when a process fails.
-        # The communicator has a group for itself: its exchanges must never meet the collectives of gradients.
+        # With an adopted group, make separate ones: they have our timeout, and may be aborted when a process fails.
+        # The communicator has its own group, so that its exchanges never meet the collectives of gradients.
         groups = self._make_groups()
         self._group = groups[0]
         talking = self._new_group("gloo")
-        # torch 2.13.0: an adopted process group has no public way to its store.
+        # torch 2.13.0: there is no public way to get the store of an adopted process group.
         store = dist.distributed_c10d._get_default_store()
         return GroupCommunicator(talking, store, groups, self._timeout_s, allow_pickle=self._allow_pickle)
 
     def _make_groups(self) -> list[dist.ProcessGroup]:
-        """The groups for collectives of training that this process is in, that of all processes first."""
+        """The groups for collectives of training that include this process; first the group of all processes."""
         return [cast(dist.ProcessGroup, dist.group.WORLD) if self._owns_group else self._new_group(None)]
 
     def _new_group(self, backend: str | None, ranks: list[int] | None = None) -> dist.ProcessGroup:
-        """A group of some ranks or of all; all processes call it together."""
+        """A group of `ranks`, or of all. All processes call it together."""
         seconds = group_seconds(self._timeout_s, backend or dist.get_backend())
         made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=seconds))
         if ranks is None or dist.get_rank() in ranks:
@@ -168,7 +171,7 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
         return made
 
     def _collective_backend(self, device: torch.device) -> str:
-        """What carries the collectives of training on `device`, as `init_process_group` takes it."""
+        """The backend of training collectives on `device`, as an argument of `init_process_group`."""
         return (self._explicit and self._explicit.backend) or dist.get_default_backend_for_device(device.type)
 
     def _join(self, place: ProcessInfo, store: Store, device: torch.device) -> None:
@@ -206,6 +209,9 @@ class JoinsProcesses(AbstractTrainerBackendDecorator):
 
 
 def _let_threads_finish() -> None:
-    """gloo's thread may be the last to hold a gradient that was summed, and Python aborts a process in which a thread
-    asks for its lock while it exits: give the lock away once before."""
+    """Let gloo's threads release tensors before the interpreter exits.
+
+    gloo's thread may hold the last reference to a reduced gradient. If it asks for the GIL while Python exits, the
+    process is aborted. 0.05 s is ample for a thread that only has to take the lock once.
+    """
     time.sleep(0.05)

@@ -17,21 +17,21 @@ RETURN_THE_TENSOR = "Return the tensor itself, without .item() or float()."
 
 
 def find_loss(outputs: Any, records: int | None = None) -> Tensor:
-    """The loss that training follows, in what `train_step` returned.
+    """The loss in the outputs of `train_step`.
 
     Args:
         outputs: the loss itself, a tuple or list whose first item is the loss, a dict with the key "loss", or a
             dataclass with that field. A `ModelOutput` of transformers is a dict.
-        records: the size of the batch, where one loss for each record is accepted as well.
+        records: the size of the batch, if one loss for each record is accepted too.
 
     Returns:
         A tensor with a graph: 0-dim, or of shape `(records,)`.
 
     Raises:
-        ModuleContractError: there is no such tensor; the message says what to return.
+        ModuleContractError: there is no such tensor. The message gives the reason and a correction.
     """
     if type(outputs) is Tensor and outputs.requires_grad and outputs.dim() == 0 and outputs.is_floating_point():
-        return outputs  # the usual case, cheaply
+        return outputs  # the usual case, without the searches below
     loss = loss_item(outputs)
     if not isinstance(loss, Tensor):
         if is_number(loss):
@@ -41,8 +41,8 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             )
         if isinstance(outputs, Generator):
             raise ModuleContractError(
-                "train_step returned a generator, and is none itself, so its updates cannot be made. Write "
-                "`return (yield from ...)` in it, with the call that gives the generator."
+                "train_step returned a generator without being a generator function, so its updates cannot be made. "
+                "Write `return (yield from ...)` in it, with the call that makes the generator."
             )
         has = f"a dict with the keys {list(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
         raise ModuleContractError(
@@ -50,11 +50,7 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
             "tensor, a tuple whose first item is the loss, a dict with the key 'loss', or a dataclass with that field."
         )
     if loss.dim() and (records is None or not loss.shape[0] == loss.numel() == records):
-        or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
-        raise ModuleContractError(
-            f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
-            f"Return its mean over the batch: loss.mean(){or_each}."
-        )
+        raise _shape_error(outputs, loss, records)
     if loss.is_complex():
         raise ModuleContractError(
             f"train_step returned a loss of dtype {loss.dtype}; a loss is a real number. Return its real part or its "
@@ -62,14 +58,32 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
         )
     if not loss.requires_grad:
         raise ModuleContractError(
-            "train_step returned a loss that no gradient flows through. Do not call .item() or .detach() on it or "
-            "compute it under torch.no_grad(), and leave some parameters requires_grad=True."
+            "train_step returned a loss without a gradient graph. Do not call .item() or .detach() on it or compute it "
+            "under torch.no_grad(), and keep requires_grad=True for some parameters."
         )
     return loss.reshape(-1) if loss.dim() else loss
 
 
+def _shape_error(outputs: Any, loss: Tensor, records: int | None) -> ModuleContractError:
+    """The error for a loss that is more than one number."""
+    if isinstance(outputs, tuple | list) and any(_is_scalar(item) for item in outputs[1:]):
+        return ModuleContractError(
+            f"train_step returned a {type(outputs).__name__} whose first item has shape {tuple(loss.shape)}. The "
+            "first item is the loss, which is one number: return (loss, outputs), or a dict with the key 'loss'."
+        )
+    or_each = "" if records is None else f", or one loss for each record, of shape ({records},)"
+    return ModuleContractError(
+        f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
+        f"Return its mean over the batch: loss.mean(){or_each}."
+    )
+
+
+def _is_scalar(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dim() == 0
+
+
 def loss_item(outputs: Any) -> Any:
-    """What a step returned in the place of its loss, of any type; None where that place is empty."""
+    """The object at the position of the loss in the outputs of a step, of any type; None if there is none."""
     if isinstance(outputs, dict):  # first: a ModelOutput of transformers is a dict and a dataclass
         return outputs.get("loss")
     if is_dataclass(outputs):
@@ -80,7 +94,7 @@ def loss_item(outputs: Any) -> Any:
 
 
 def with_loss(outputs: Any, loss: Tensor) -> Any:
-    """A copy of `outputs`, in which `loss_item` finds `loss`; a dict of any class becomes a plain one."""
+    """A copy of `outputs` in which `loss_item` finds `loss`; a dict of any class becomes a plain dict."""
     if isinstance(outputs, dict):
         return {**outputs, "loss": loss}
     if is_dataclass(outputs):
@@ -105,7 +119,7 @@ def losses_per_record(module: Any) -> Iterator[None]:
         yield
     finally:
         module.loss_per_record = before
-        if of_class:  # so that the attributes of the module are those of before
+        if of_class:  # restore the lookup in the class
             vars(module).pop("loss_per_record", None)
 
 
@@ -114,7 +128,8 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-# torch 2.13.0: names of autograd nodes that pass a loss on as it is, and the reduction that the nodes of losses save.
+# torch 2.13.0: names of autograd nodes that do not change the scale of a loss, and the value of `_saved_reduction` for
+# reduction="sum".
 _PASSES_ON = {"Add", "Sub", "Neg", "ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Reshape", "Select"}
 _SUM = 2
 
@@ -122,11 +137,11 @@ _SUM = 2
 def looks_summed(loss: Tensor, samples: int | None) -> bool:
     """Whether the graph of `loss` ends in a sum over its `samples` samples, or in a loss with `reduction="sum"`.
 
-    A sum that is divided or multiplied afterwards is none, for it may be a mean. Nothing is computed. What the graph
-    does not show, such as the inside of a compiled model, is not found.
+    A sum that is divided or multiplied afterwards does not count, because it may be a mean. The function computes
+    nothing. It cannot look inside a node, such as a compiled model.
     """
     nodes = [loss.grad_fn]
-    for _ in range(100):
+    for _ in range(100):  # bounds the time; the reduction is near the end of a graph
         node: Any = nodes.pop() if nodes else None
         if node is None:
             if not nodes:

@@ -1,4 +1,4 @@
-"""`find_units` chooses the parts of a module that are sharded, compiled or recomputed one at a time: its blocks."""
+"""`find_units` chooses the parts of a module, its blocks, that are sharded, compiled or recomputed one at a time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 
 
 def find_units(module: nn.Module, named: Sequence[Unit] | None = None, *, option: str = "units") -> list[nn.Module]:
-    """The units of `module` in the order of `modules()`, outer ones before those inside them.
+    """The units of `module` in the order of `modules()`, outer units before units inside them.
 
     Args:
-        module: the user's module; it is no unit itself.
-        named: what the user has named. None asks `module.sharding_units()`; where it returns None too, the units are
-            the blocks that an `nn.ModuleList` or `nn.Sequential` repeats.
-        option: how the user writes `named`, for errors.
+        module: the user's module, which is never a unit.
+        named: the choice of the user. None calls `module.sharding_units()`; if that is missing or returns None, the
+            units are the blocks that an `nn.ModuleList` or `nn.Sequential` repeats.
+        option: the name of the option for `named`, for error messages.
 
     Raises:
-        ConfigurationError: a name fits no module, a named module is not called as it is a container, or two units
-            share a parameter.
+        ConfigurationError: a name matches no module, a named module is a container that no forward pass calls, or two
+            units share a parameter.
     """
     if named is None and callable(method := getattr(module, "sharding_units", None)):
         named, option = method(), f"{class_of(module).__name__}.sharding_units()"
@@ -39,13 +39,13 @@ def find_units(module: nn.Module, named: Sequence[Unit] | None = None, *, option
         parameter, units = shared
         raise ConfigurationError(
             f"{option}: the parameter {parameter!r} is shared by {' and '.join(units)}. A parameter belongs to one "
-            "unit. Remove them, so that it belongs to the part around both."
+            "unit. Remove these units, so that the parameter belongs to the part around both."
         )
     return chosen
 
 
 def _repeated_blocks(part: nn.Module) -> Iterator[nn.Module]:
-    """Children of a list, and those of a sequence whose class it has twice; not those inside of other blocks."""
+    """The items of lists, and the items of sequences whose class occurs twice; no blocks inside other blocks."""
     classes = Counter(type(child) for child in part.children())
     for child in part.children():
         repeats = isinstance(part, nn.ModuleList) or (isinstance(part, nn.Sequential) and classes[type(child)] > 1)
@@ -56,7 +56,7 @@ def _repeated_blocks(part: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether there is more in `module` than the vectors of a norm, which are not worth an exchange."""
+    """Whether `module` has more than vectors, such as the weight of a norm, which are not worth a separate exchange."""
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
@@ -89,7 +89,7 @@ def _fits(name: str, part: nn.Module, wanted: Unit) -> bool:
 
 
 def _without_shared(module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """`units` without those that share a parameter with another one, or with a part outside."""
+    """`units` without those that share a parameter with another unit or with the rest of the module."""
     while clashes := _shared(module, units):
         dropped = {owner for owners in clashes.values() for owner in owners}
         units = [unit for unit in units if id(unit) not in dropped]
@@ -106,7 +106,7 @@ def _first_shared(module: nn.Module, units: Sequence[nn.Module]) -> tuple[str, l
 
 
 def _shared(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int]]:
-    """The owners of each parameter that has several: ids of units, or of `module` for what is in no unit."""
+    """The owners of each parameter with several: ids of units, or of `module` for the part outside of all units."""
     chosen, owners = {id(unit) for unit in units}, dict[int, set[int]]()
     waiting, seen = [(module, id(module))], set[tuple[int, int]]()
     while waiting:

@@ -1,7 +1,7 @@
 """State of optimizers by the names of parameters, to and from the numbers of `torch.optim.Optimizer.state_dict`.
 
-torch numbers the parameters in the order of the groups. Numbers give moments to other parameters when a module hands
-its parameters over in another order; names do not.
+torch numbers the parameters in the order of the groups. If a module returns its parameters in another order, numbers
+assign moments to the wrong parameters; names do not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ _COMPILED = "_orig_mod."
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Names = Sequence[Sequence[str | None]]
-"""The names of the parameters of each group, in the order of the optimizer; None for what the module has no more."""
+"""The names of the parameters of each group, in the order of the optimizer; None for parameters that have left the
+module."""
 
 
 def parameter_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
-    """All names of each parameter of `module`, by its id; a tied parameter has several, in the order of the module.
+    """All names of each parameter of `module`, by its id. A tied parameter has several, in the order of the module.
 
-    Prefixes that `torch.compile` adds are left out.
+    Prefixes that `torch.compile` adds are removed.
     """
     found: dict[int, tuple[str, ...]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -38,7 +39,7 @@ def parameter_names(module: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def is_numbered(state: Any, optimizer: Optimizer) -> bool:
-    """Whether `state`, what `optimizer.state_dict()` returned, numbers the parameters as torch's optimizers do."""
+    """Whether `state`, a result of `optimizer.state_dict()`, numbers the parameters as torch's optimizers do."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
@@ -57,12 +58,12 @@ def name_optimizer_state(state: Mapping[str, Any], names: Names) -> dict[str, An
     """The numbered `state` of an optimizer under the names of its parameters.
 
     Args:
-        state: what `state_dict` returned, for which `is_numbered` holds.
+        state: a result of `state_dict` for which `is_numbered` holds.
         names: of the parameters of each group.
 
     Returns:
-        `{"groups": [{"params": [names], options...}], "state": {name: {...}}}`. `"shared"` holds entries of the state
-        that belong to no parameter, and `"extra"` what else the optimizer has returned, if there are any.
+        `{"groups": [{"params": [names], options...}], "state": {name: {...}}}`. If there are any, `"shared"` holds
+        entries of the state that belong to no parameter, and `"extra"` the other items of `state`.
     """
     flat = [name for group in names for name in group]
     groups = [
@@ -78,11 +79,11 @@ def name_optimizer_state(state: Mapping[str, Any], names: Names) -> dict[str, An
 
 
 def number_optimizer_state(named: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """The numbered state for `load_state_dict`, from a state under names.
+    """The numbered state for `load_state_dict` from a state by names.
 
     Args:
-        named: what `name_optimizer_state` returned, its groups in the order of the optimizer.
-        names: of the parameters of each group, in the order of the optimizer that is to take the state.
+        named: a result of `name_optimizer_state`, with its groups in the order of the optimizer.
+        names: of the parameters of each group, in the order of the optimizer that will load the state.
     """
     flat = [name for group in names for name in group]
     groups, first = [], 0
@@ -94,16 +95,16 @@ def number_optimizer_state(named: Mapping[str, Any], names: Names) -> dict[str, 
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    # torch 2.13.0 keeps the names that it was given beside the parameters, in their order
+    # torch 2.13.0 saves parameter names under "param_names" if it got names; they follow the order of "params"
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def depends_on_order(state: Mapping[str, Any], optimizer: Optimizer) -> bool:
-    """Whether a numbered `state` may hold values that follow the order of the parameters inside of its entries.
+    """Whether the entries of a numbered `state` may hold values that depend on the order of the parameters.
 
-    So does LBFGS, which keeps all parameters in one vector, under the first of them; and perhaps what an optimizer adds
-    to the form of torch. A class outside of torch may keep a vector of some parameters, or an option with one item for
-    each parameter of a group.
+    LBFGS does this: it keeps all parameters in one vector, in the entry of the first. So may an optimizer that adds
+    items to the state of torch's format. A class outside of torch may keep a vector of some parameters, or an option
+    with one item for each parameter of a group.
     """
     sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
     whole = sum(sizes)
@@ -128,7 +129,7 @@ def depends_on_order(state: Mapping[str, Any], optimizer: Optimizer) -> bool:
 
 
 def _is_option_by_parameter(group: Mapping[str, Any]) -> bool:
-    """Whether an option of `group` is a list with an item for each parameter; the two of "betas" are none."""
+    """Whether an option of `group` has an item for each of 3 or more parameters; "betas" always has 2 items."""
     count = len(group["params"])
     return count > 2 and any(
         isinstance(option, list | tuple) and len(option) == count for option in _options(group).values()
@@ -147,24 +148,24 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 
 def load_optimizer_state(optimizer: Any, state: Any, written: Sequence[torch.dtype] | None = None) -> None:
-    """`optimizer.load_state_dict(state)`, after which the state has the types and dtypes that it has in `state`.
+    """`optimizer.load_state_dict(state)`, which keeps the types and dtypes of `state`.
 
     torch 2.13.0 casts the state of a parameter to the dtype of the parameter, and replaces strings, dicts and deques in
-    it by other objects. It does not change a `state` under a parameter in place of a number, so a hook moves the state
-    to its device and puts it there.
+    it by other objects. It does not change an entry whose key is a parameter instead of a number. So a pre-hook moves
+    the state to its device and stores it under the parameter.
 
     Args:
-        optimizer: to load into.
+        optimizer: the optimizer to load into.
         state: in the form of its `state_dict`. Deferred tensors are read one at a time, unless the optimizer has a
-            `load_state_dict` or hooks besides those of torch; these get all values.
-        written: the dtype of each parameter when `state` was written, in the order of the groups; by default that of
-            now. State of such a dtype follows the parameter to another dtype.
+            custom `load_state_dict` or other hooks; these get all values.
+        written: the dtype of each parameter when `state` was written, in the order of the groups; by default the
+            current dtypes. State with the dtype of its parameter is cast if the parameter has another dtype now.
     """
     if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):  # Optimizer.__init__ was not called
         optimizer.load_state_dict(materialized(state))
         return
     is_own = type(optimizer).load_state_dict is not Optimizer.load_state_dict or "load_state_dict" in vars(optimizer)
-    if is_own or optimizer._optimizer_load_state_dict_pre_hooks:  # which see the state before our hook
+    if is_own or optimizer._optimizer_load_state_dict_pre_hooks:  # these run before our hook
         state = materialized(state)
     handle = optimizer.register_load_state_dict_pre_hook(lambda one, given: _under_parameters(one, given, written))
     try:
@@ -198,13 +199,13 @@ def _under_parameters(
 
         state[parameter] = move_tensors(entry, move)
         if isinstance(entry, dict) and isinstance(entry.get("step"), Tensor):
-            on_device = group.get("capturable") or group.get("fused")  # as torch does
+            on_device = group.get("capturable") or group.get("fused")  # torch's rule for the device of `step`
             state[parameter]["step"] = entry["step"].to(parameter.device, torch.float32) if on_device else entry["step"]
     return {**given, "state": state}
 
 
 def move_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value` and the containers in it; `move` gives the tensors."""
+    """A copy of `value` and the containers in it, with the result of `move` for each tensor."""
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`PrivacyStatement` states the guarantee of a run as text or JSON."""
+"""`PrivacyStatement`, the guarantee of a run, as text or JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 from trainstack.errors import ConfigurationError
 
 FORMAT = 2
-"""Readers ignore fields that they do not know, from format 2 on. Format 1 lacks the fields from `status` on."""
+"""The version of the JSON. From format 2 on, readers ignore unknown fields. Format 1 lacks the fields from `status` on.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOrigin:
-    """From where a run took the weights that it begins with.
+    """The source of the initial weights of a run.
 
     Attributes:
         path: of the file or folder.
         digest: of its manifest; None for a bare file.
-        backend: that trained it; None where no manifest says so.
-        statement: its own, where it was trained privately.
+        backend: the backend string of its training; None without a manifest that has it.
+        statement: the privacy statement of its training, if that was private.
     """
 
     path: str
@@ -37,27 +38,27 @@ class PrivacyStatement:
     """The guarantee of a run at this moment.
 
     Attributes:
-        epsilon: an upper bound; None where nothing is guaranteed.
-        delta: of the guarantee; None where nothing is.
-        overrides: why nothing is guaranteed; empty where `epsilon` holds.
-        accountant: `"prv"`, `"rdp"` or `"pld"`; None, like all that follows, without a privacy layer.
-        eps_error: by how much prv's bound may lie above the truth, as a rule.
+        epsilon: an upper bound; None without a guarantee.
+        delta: of the guarantee; None without one.
+        overrides: the reasons why nothing is guaranteed; empty if `epsilon` holds.
+        accountant: `"prv"`, `"rdp"` or `"pld"`. Without a privacy layer it is None, as are all fields below.
+        eps_error: the usual largest distance of prv's bound from the true epsilon.
         history: (noise multiplier, sampling rate, steps) each.
-        clipping, max_grad_norm: how each record's gradient was bounded; adaptive clipping gives the norm of now.
+        clipping, max_grad_norm: the clipping of each record's gradient; adaptive clipping gives the current norm.
         expected_batch_size, dataset_size: public constants, whose ratio is the sampling rate.
         planned_steps, max_epsilon: of the plan.
         stopped_by_budget: whether the next step would exceed `max_epsilon`.
-        fixed_order_epsilon: epsilon if batches had been cut from an order that is fixed beforehand.
-        randomness: where sampling and noise come from.
-        grad_mode, world_size: how it was computed.
-        unit, relation: the difference between neighbouring data sets.
+        fixed_order_epsilon: the epsilon if batches were cut from an order that is fixed before the training.
+        randomness: the source of the random numbers of sampling and noise.
+        grad_mode, world_size: the way of the computation.
+        unit, relation: the difference between neighbouring datasets.
         covered, not_covered: the scope of the guarantee.
         versions: of the packages, as (name, version).
-        status: "running" where `history` holds all planned steps, so that the figures are a bound at every moment.
-        run: the id under which a ledger has the steps.
-        ledger: its path or address.
-        ledger_epsilon: of all runs that charge the ledger of the dataset together, at `delta`.
-        before: the part of `history` that other runs on the same weights have spent.
+        status: "running" if `history` contains all planned steps, so that the figures are a bound at every moment.
+        run: the id of the run in a ledger.
+        ledger: the path or address of the ledger.
+        ledger_epsilon: of all runs together that charge the ledger of the dataset, at `delta`.
+        before: the part of `history` that other runs spent on the same weights.
         clippings: (noise multiplier, sampling rate, steps, how gradients were clipped) each, of this run.
         notes: further lines of the statement, as (name, text).
     """
@@ -94,19 +95,22 @@ class PrivacyStatement:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken, those lost in crashes included."""
+        """The number of steps, including those that were lost in crashes."""
         return sum(steps for _, _, steps in self.history)
 
     @property
     def replace_one(self) -> tuple[float, float] | None:
-        """(epsilon, delta) where one item is replaced by another: a removal and an addition, by group privacy."""
+        """(epsilon, delta) if one item is replaced by another: a removal and an addition, by group privacy.
+
+        Source: Dwork and Roth, The Algorithmic Foundations of Differential Privacy (2014), section 2.3.
+        """
         if self.epsilon is None or self.delta is None:
             return None
         return 2 * self.epsilon, min(1.0, (1 + math.exp(min(self.epsilon, 700.0))) * self.delta)
 
     @property
     def text(self) -> str:
-        """The statement in words, one idea a line."""
+        """The statement as text, with one idea in each line."""
         return text_of(self)
 
     def to_json(self) -> str:
@@ -118,7 +122,7 @@ class PrivacyStatement:
         """Read the text of `to_json`.
 
         Raises:
-            ConfigurationError: it is no such thing.
+            ConfigurationError: `text` is not a statement, or has another format.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
@@ -128,7 +132,7 @@ class PrivacyStatement:
             return cls(**{name: _as_tuple(value) for name, value in fields.items() if name in known})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigurationError(
-                f"This is not a privacy statement: {error}. Give the text that PrivacyStatement.to_json wrote."
+                f"This is not a privacy statement: {error}. Pass the text that PrivacyStatement.to_json wrote."
             ) from error
 
 
@@ -137,12 +141,12 @@ def no_guarantee(backend: str) -> PrivacyStatement:
     return PrivacyStatement(
         epsilon=None,
         delta=None,
-        overrides=(f"backend {backend!r} has no privacy layer, so no limit on what the weights reveal is known",),
+        overrides=(f"backend {backend!r} has no privacy layer, so no limit of the leakage is known",),
     )
 
 
 def text_of(statement: PrivacyStatement) -> str:
-    """Return the statement's lines, the first of which says what holds, or that nothing does."""
+    """The text of the statement. Its first line gives the guarantee, or says that there is none."""
     if statement.overrides:
         lines = ["NOT PRIVATE: " + "; ".join(statement.overrides) + "."]
     else:
@@ -197,7 +201,7 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str | tuple[str, ...]]]:
 
 
 def _limits(s: PrivacyStatement) -> str:
-    """To which norm and how gradients were clipped; with the steps where that has changed in the course of the run."""
+    """The norm and the method of the clipping; with numbers of steps if they have changed during the run."""
     clips: dict[str, int] = {}
     for _, _, steps, clip in s.clippings:
         if steps:
@@ -208,7 +212,7 @@ def _limits(s: PrivacyStatement) -> str:
 
 
 def round_up(epsilon: float) -> str:
-    """`epsilon` with four digits, never below it."""
+    """`epsilon` with four digits, rounded up."""
     digits = Context(prec=4, rounding=ROUND_CEILING).create_decimal(Decimal(epsilon))
     return f"{digits.normalize():f}"
 

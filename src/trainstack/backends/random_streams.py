@@ -1,4 +1,4 @@
-"""`RandomStreams`, independent streams of random numbers that follow from one key."""
+"""`RandomStreams`, independent streams of random numbers that are derived from one key."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trainstack.backends.processes.communicator import Communicator
 
 Place = int | str
 
-_SFC64 = np.random.SFC64  # a data set of a private run meets another class under this name
+_SFC64 = np.random.SFC64  # kept, because private runs replace this name of numpy by another class
 
 
 class RandomStreams:
-    """Random numbers in place of those of the process's generators: a function of a key and a place.
+    """Streams that replace the generators of the process: each is a function of a key and a place.
 
-    A place is a tuple of numbers and words, such as `("sample", epoch, index)`. Streams of different places are
-    independent for anybody without the key. All ranks have the same key. It is kept in memory and nowhere else.
+    A place is a tuple of numbers and words, such as `("sample", epoch, index)`. Without the key, streams of different
+    places cannot be told from independent ones. All ranks have the same key. It exists in memory only.
 
-    The states come from 256 bits: `blake2b` with the key gives the state of an SFC64 generator for each place, and that
-    gives the states of the generators. The 32 bits that `torch.manual_seed` uses on the CPU can be tried out.
+    `blake2b` with the 256 bits of the key gives the state of an SFC64 generator for each place, and that gives the
+    states of the generators. `torch.manual_seed` would not be enough: an attacker can try its 32 bits on the CPU.
 
     Args:
         key: 32 bytes.
-        is_secret: whether the key comes from the operating system. Otherwise it is that of a debug seed, and each draw
+        is_secret: whether the key comes from the operating system. Otherwise it comes from a debug seed, and each draw
             has to be a function of its place.
     """
 
@@ -37,21 +37,21 @@ class RandomStreams:
 
     def __init__(self, key: bytes, *, is_secret: bool) -> None:
         self._key, self.is_secret = key, is_secret
-        self._bits = _SFC64(0)  # making one takes longer than giving it a state
+        self._bits = _SFC64(0)  # reused, because a new one costs more than setting its state
 
     @classmethod
     def from_system(cls, comm: Communicator | None = None) -> RandomStreams:
-        """A key of the operating system, which rank 0 shares with the others of `comm`; each call gives another."""
+        """Streams with a new key of the operating system, which rank 0 broadcasts to the other ranks of `comm`."""
         key = secrets.token_bytes(32)
         return cls(key if comm is None else comm.broadcast_object(key, "seeding private runs"), is_secret=True)
 
     @classmethod
     def from_seed(cls, seed: int) -> RandomStreams:
-        """The key that follows from a public seed."""
+        """Streams with a key that is a hash of a public seed."""
         return cls(blake2b(str(seed).encode(), digest_size=32, person=b"debug_seed").digest(), is_secret=False)
 
     def at(self, *place: Place) -> np.random.SFC64:
-        """A bit generator for one place. Each call begins the stream of the place again."""
+        """A bit generator for one place. Each call restarts the stream of the place."""
         return self._set(_SFC64(0), place)
 
     def _set(self, bits: np.random.SFC64, place: tuple[Place, ...]) -> np.random.SFC64:
@@ -59,7 +59,7 @@ class RandomStreams:
         return bits
 
     def number(self, *place: Place) -> int:
-        """64 bits of a place."""
+        """64 bits for a place, as a signed integer."""
         digest = blake2b(repr(place).encode(), key=self._key, digest_size=8, person=b"number").digest()
         return int.from_bytes(digest, "little", signed=True)
 
@@ -71,7 +71,7 @@ class RandomStreams:
         random.seed(_integer(bits))
 
     def seed_all(self, device: torch.device, generators: Iterable[Any], *place: Place) -> None:
-        """Seed the global generators of the host and of `device`, and `generators`, by their positions."""
+        """Seed the global generators of the host and of `device`, and each of `generators` by its position."""
         self.seed_host(*place)
         for generator in device_generators(device):
             generator.manual_seed(self.number(*place, device.type))
@@ -88,10 +88,10 @@ class RandomStreams:
 
 
 def set_bits(bits: np.random.SFC64, seed: bytes) -> None:
-    """Give an SFC64 generator the state that follows from 32 bytes."""
+    """Derive the state of an SFC64 generator from 32 bytes."""
     state = np.frombuffer(seed, dtype=np.uint64).copy()
     bits.state = {"bit_generator": type(bits).__name__, "state": {"state": state}, "has_uint32": 0, "uinteger": 0}
-    bits.random_raw(12, output=False)  # as the author's seeding does: afterwards each bit depends on all of the seed
+    bits.random_raw(12, output=False)  # 12 rounds, as in SFC64's own seeding: then each bit depends on the whole seed
 
 
 def _words(bits: np.random.SFC64) -> Any:
@@ -110,10 +110,10 @@ def set_torch_state(generator: torch.Generator, bits: np.random.SFC64) -> int:
 
     torch 2.10 to 2.13: `get_state` has 5056 bytes, `CPUGeneratorImplState` in aten/src/ATen/CPUGeneratorImpl.cpp. The
     seed (8 bytes), `left` and `seeded` (4 each) and `next` (8) come first, then 624 words of the Mersenne twister in 8
-    bytes each, then kept normal numbers, none of which is valid here. With `left` 1 the words are used from the next
-    draw on, as numpy's `MT19937` with `pos` 624 does.
+    bytes each, then cached normal numbers, all of them marked invalid here. With `left` 1 the next draw begins with a
+    new block of the words, like numpy's `MT19937` with `pos` 624.
     """
-    # numpy's memory: torch would hold the bytes in a tensor that user code could find
+    # in memory of numpy, because user code could find a tensor with these bytes among live objects
     state = np.zeros(_STATE_BYTES, dtype=np.uint8)
     raw = bits.random_raw(1 + _MT_WORDS // 2)
     marker = int(raw[0]) & ~0xFFFFF

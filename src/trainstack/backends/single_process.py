@@ -32,8 +32,8 @@ class SingleProcess(TrainerBackend):
     """The core: places the module, runs it, and steps the optimizers.
 
     Args:
-        environ: where to look for a launcher's variables; the process environment by default.
-        standalone: False inside a layer that joins processes; then a world of several is no mistake.
+        environ: the environment with a launcher's variables; by default that of the process.
+        standalone: False inside a layer that joins processes. A launcher with several processes is then accepted.
     """
 
     summary: ClassVar[str] = "runs the module in this process, on one device"
@@ -42,20 +42,20 @@ class SingleProcess(TrainerBackend):
     def __init__(self, *, environ: Mapping[str, str] | None = None, standalone: bool = True) -> None:
         self._environ = os.environ if environ is None else environ
         self.standalone = standalone
-        self._selected = ExitStack()  # closing it gives back the device that was current before
+        self._selected = ExitStack()  # closing it restores the device that was current before
 
     def open(self, device: DeviceChoice = "auto") -> World:
         if self.standalone and (size := launcher_world_size(self._environ)) > 1:
             raise ConfigurationError(
-                f"backend 'sp' in a world of {size} processes: each would train a model of its own. "
-                "Start one process, or choose a backend that joins them: 'ddp'. If each is to train its own, write "
+                f"backend 'sp' in a world of {size} processes: each would train a separate model. "
+                "Start one process, or choose a backend that joins them: 'ddp'. If separate models are intended, write "
                 "backend_options={'sp': {'environ': {}}}, and another output_dir in each."
             )
         self._selected.close()
         return World(device=select_device(device, self._selected))
 
     def place(self, module: nn.Module, world: World) -> None:
-        if has_meta(module):  # they get their values when all layers have placed the module
+        if has_meta(module):  # tensors without memory get it after all layers have placed the module
             module._apply(  # type: ignore[no-untyped-call]
                 lambda one: one if one.is_meta else one.to(world.device)
             )
@@ -95,7 +95,7 @@ class SingleProcess(TrainerBackend):
         return outputs
 
     def read(self, tensors: Sequence[Tensor]) -> list[float]:
-        """In one transfer for each device and dtype."""
+        """Read with one transfer for each device and dtype."""
         return read_numbers(tensors)
 
     def close(self) -> None:
@@ -103,10 +103,10 @@ class SingleProcess(TrainerBackend):
 
 
 def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of real one-element tensors, in their order, by one transfer for each device and dtype.
+    """The values of real one-element tensors, in their order, with one transfer for each device and dtype.
 
-    No dtype is converted on the device: MPS has no float64, and an integer may not fit into a float. A Python float
-    holds every value of float64, float32, bfloat16 and float16.
+    Tensors are not converted on the device: MPS has no float64, and an integer may not fit into a float. A Python float
+    represents every value of float64, float32, bfloat16 and float16.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -123,22 +123,22 @@ def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
 _CONTAINERS = (MutableMapping, list, tuple)
 
 _STAGED = ("cuda", "xpu")
-"""Types of devices for which torch copies host memory that is not pinned aside before `to(..., non_blocking=True)`
+"""Device types for which torch copies host memory that is not pinned to a buffer before `to(..., non_blocking=True)`
 returns, so that its owner may write to it. MPS reads the memory later. Checked on torch 2.13.0."""
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`; containers are rebuilt, anything else is passed through.
+    """`batch` with every tensor in it on `device`. Containers are rebuilt; other objects are returned unchanged.
 
-    Objects with a `to` method (`BatchEncoding`, `PackedSequence`) move themselves. Mappings and lists of a class of
-    their own are copied, with what else they hold. A copy to the host has arrived when this returns. One to CUDA may
-    still read its pinned source; the batches of `after_copies` wait for that.
+    Objects with a `to` method (`BatchEncoding`, `PackedSequence`) move themselves. Mappings and lists of other classes
+    are copied with their attributes. A copy to the host is complete at return. A copy to CUDA may still read its pinned
+    source; `after_copies` waits for it.
     """
     if isinstance(batch, Tensor):
         return _move_tensor(batch, device)
     if isinstance(batch, Borrowed):
         return Borrowed(move_to_device(batch.batch, device), batch.begin)
-    if isinstance(batch, _CONTAINERS) and not callable(getattr(type(batch), "to", None)):  # a key may be called so
+    if isinstance(batch, _CONTAINERS) and not callable(getattr(type(batch), "to", None)):  # type: "to" may be a key
         return _move_container(batch, device)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
@@ -162,8 +162,8 @@ class _Uploads:
     """Copies out of pinned memory that may still run.
 
     Attributes:
-        watched: how many loops over `after_copies` have a batch in use.
-        events: one after each copy since the last wait.
+        watched: the number of loops over `after_copies` with a batch in use.
+        events: one for each copy since the last wait.
     """
 
     def __init__(self) -> None:
@@ -180,10 +180,10 @@ _uploads = _Uploads()
 
 
 def after_copies(batches: Iterator[Any]) -> Iterator[Any]:
-    """`batches`; the next one is asked for when no copy out of pinned memory of the last one runs any more.
+    """`batches`, whose next item is fetched only after the copies of the last one from pinned memory are complete.
 
-    A loader may fill one pinned buffer for all batches. torch protects pinned memory that is freed, not memory that its
-    owner writes to again. The wait is for copies alone, so it ends long before the step that follows them.
+    A loader may use one pinned buffer for all batches. torch protects pinned memory that is freed, but not memory to
+    which its owner writes again. The loop waits for copies only, not for the step that follows them.
     """
     return _wait_between(batches) if torch.accelerator.is_available() else batches
 
@@ -195,7 +195,7 @@ def _wait_between(batches: Iterator[Any]) -> Iterator[Any]:
             yield batch
         finally:
             _uploads.watched -= 1
-        del batch  # the next one may need its memory
+        del batch  # frees its memory for the next one
         _uploads.wait()
 
 
@@ -216,7 +216,7 @@ def _move_container(batch: Any, device: torch.device) -> Any:
 
 
 def _shallow_copy(batch: Any) -> Any:
-    """A shallow copy, whose constructor is not called; a dict that is its own `__dict__` stays one."""
+    """A shallow copy without a call of the constructor. A dict that is its own `__dict__` remains so."""
     copied = copy.copy(batch)
     if getattr(batch, "__dict__", None) is batch:
         copied.__dict__ = copied

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from trainstack._keywords import CUTOFF
 from trainstack.backends.base import VERBS, Slot, TrainerBackend
 from trainstack.backends.decorator import find_skipped
 from trainstack.backends.processes.environment import detect_process_info
@@ -21,7 +22,7 @@ Layer = TypeVar("Layer", bound=type[TrainerBackend])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """One row of the table."""
+    """One registered layer."""
 
     token: str
     slot: Slot
@@ -36,12 +37,12 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
     """Class decorator that makes a layer available under `token` in backend strings.
 
     Raises:
-        ConfigurationError: the token is not made of lower-case letters, digits and inner hyphens, or is taken; or
-            `ends` or `may_be_skipped` names something that is no verb.
+        ConfigurationError: the token does not consist of lower-case letters, digits and inner hyphens, or is taken; or
+            `ends` or `may_be_skipped` contains a word that is not a verb.
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
-            f"register_layer({token!r}): a token is made of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
+            f"register_layer({token!r}): a token consists of lower-case letters and digits, e.g. 'ema' or 'amp-apex'."
         )
     if token in _LAYERS or token in _BACKENDS or token == "auto":
         raise ConfigurationError(f"register_layer({token!r}): this token is taken. Choose another one.")
@@ -51,8 +52,8 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
             unknown = sorted(set(getattr(layer, name)) - set(VERBS))
             if unknown:
                 raise ConfigurationError(
-                    f"register_layer({token!r}): {layer.__name__}.{name} names {', '.join(map(repr, unknown))}, and no "
-                    f"verb is called so. The verbs are {', '.join(VERBS)}."
+                    f"register_layer({token!r}): {layer.__name__}.{name} names {', '.join(map(repr, unknown))}, which "
+                    f"is not a verb. The verbs are {', '.join(VERBS)}."
                 )
         layer.name, layer.slot = token, slot
         _LAYERS[token] = LayerRecord(token=token, slot=slot, layer=layer)
@@ -62,7 +63,7 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
 
 
 def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) -> None:
-    """Make a whole backend of your own available under `name`, outside the grammar of layers.
+    """Make a complete custom backend available under `name`, outside the grammar of layers.
 
     Raises:
         ConfigurationError: the name is taken.
@@ -73,7 +74,7 @@ def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) 
 
 
 def unregister(name: str) -> None:
-    """Take a layer or backend of your own out of the table again; unknown names are ignored."""
+    """Remove a custom layer or backend from the table. Unknown names are ignored."""
     _LAYERS.pop(name, None)
     _BACKENDS.pop(name, None)
 
@@ -92,7 +93,7 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     """The layers that `spec` names, outermost first.
 
     Raises:
-        BackendSpecError: `spec` is no legal stack; the message gives the reason and the string to write instead.
+        BackendSpecError: `spec` is not a legal stack. The message gives the reason and the string to write instead.
     """
     if not isinstance(spec, str) or not spec:
         raise BackendSpecError(
@@ -129,10 +130,9 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
 
 
 def expand_auto(spec: str, *, joins: bool = False) -> str:
-    """`spec`, with `ddp` or `sp` for a first word `auto`.
+    """`spec`, with `ddp` or `sp` in place of a first word `auto`.
 
-    That is `ddp` where a launcher has started this process, a process group exists, or the caller knows that processes
-    are to be joined (`joins`).
+    It is `ddp` if a launcher started this process, if a process group exists, or if the caller says so with `joins`.
 
     Raises:
         ConfigurationError: a launcher's variables are incomplete or contradict each other.
@@ -161,7 +161,7 @@ def legal_specs() -> tuple[str, ...]:
 
 
 def _tokenize(spec: str) -> list[LayerRecord]:
-    """Longest token first, so that `amp-apex` is one layer and not two."""
+    """The layers of `spec`. The longest token comes first, so that `amp-apex` is one layer and not two."""
     table, words, records = known_layers(), spec.split("-"), []
     meant = "-".join(re.split(r"[\s_+,/-]+", spec.strip().lower()))
     if meant != spec and all(word in table for word in meant.split("-")):
@@ -174,22 +174,50 @@ def _tokenize(spec: str) -> list[LayerRecord]:
                 words = words[count:]
                 break
         else:
-            raise BackendSpecError(f"backend {spec!r}: no layer is called {words[0]!r}. {_suggest(words[0])}")
+            raise BackendSpecError(f"backend {spec!r}: no layer has the name {words[0]!r}. {_suggest(spec, words[0])}")
     return records
 
 
-_OTHER_NAMES = {"fp16": "amp", "float16": "amp", "half": "amp", "mixed": "amp", "bfloat16": "bf16", "cpu": "sp"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("fp16", "float16", "half", "mixed"), "amp"),
+    **dict.fromkeys(("bfloat16", "bf16_mixed"), "bf16"),
+    **dict.fromkeys(("dpp", "ddpp", "ddb", "distributed", "horovod"), "ddp"),
+    **dict.fromkeys(("dpsgd", "dp_sgd", "opacus", "private"), "dp"),
+    **dict.fromkeys(("fsdp2", "deepspeed", "zero", "zero1", "zero2", "zero3", "sharded", "fairscale"), "fsdp"),
+}
+_OTHER_STRINGS = {
+    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "fp16", "16-true"), "sp-amp"),
+    **dict.fromkeys(("bf16-mixed", "bf16-true"), "sp-bf16"),
+    **dict.fromkeys(("32", "32-true", "fp32", "float32", "64", "64-true", "no", "none", "single"), "sp"),
+    **dict.fromkeys(("ddp_spawn", "ddp_fork", "ddp_notebook", "dp2", "ddp_find_unused_parameters_true"), "ddp"),
+    **dict.fromkeys(("deepspeed_stage_2", "deepspeed_stage_3"), "fsdp"),
+}
+"""Values of `precision` and `strategy` of Lightning, and of `mixed_precision` of Accelerate, with our strings."""
+_DEVICES = ("cpu", "cuda", "gpu", "mps", "xpu", "tpu", "hpu", "npu", "rocm")
+_NO_SUCH_SPLIT = ("tp", "pp", "ep", "tensor", "pipeline", "tensor_parallel", "pipeline_parallel", "megatron")
 
 
-def _suggest(word: str) -> str:
-    known = sorted(known_layers())
-    alias = _OTHER_NAMES.get(word.lower(), word.lower())
-    if alias in known:
+def _suggest(spec: str, word: str) -> str:
+    """The sentence that says what to write in the place of `word`.
+
+    The private layer is suggested for its other names only: one letter must not make a training private.
+    """
+    known, table = sorted(known_layers()), known_layers()
+    whole, lower = spec.strip().lower(), word.lower()
+    if whole in _OTHER_STRINGS:
+        return f"Write {_OTHER_STRINGS[whole]!r}."
+    device = lower.partition(":")[0]
+    if device in _DEVICES:
+        chosen = "cuda" + lower[len(device) :] if device == "gpu" else lower
+        return f"That is a device. Write backend='sp', device={chosen!r}."
+    if lower in _NO_SUCH_SPLIT:
+        return "No layer splits single operations or stages between devices. Write 'fsdp', which shards the parameters."
+    if (alias := _OTHER_NAMES.get(lower, lower)) in known:
         return f"Did you mean {alias!r}?"
-    close = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5) or [
-        token for token in known if word and sorted(token) == sorted(word.lower())
-    ]
-    return f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+    alike = [token for token in known if not table[token].layer.private]
+    close = difflib.get_close_matches(lower, alike, 1, CUTOFF)
+    close = close or [token for token in alike if sorted(token) == sorted(lower)]
+    return f"Did you mean {close[0]!r}?" if close else f"The layers are {', '.join(known)}."
 
 
 def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
@@ -198,7 +226,7 @@ def _check_no_repeats(spec: str, records: list[LayerRecord]) -> None:
             if earlier.token == record.token:
                 once = [r for i, r in enumerate(records) if r.token != record.token or i == position]
                 fixed = _with_process(sorted(once, key=lambda r: r.slot))
-                raise BackendSpecError(f"backend {spec!r}: {record.token!r} stands twice. Write {fixed!r}.")
+                raise BackendSpecError(f"backend {spec!r}: {record.token!r} occurs twice. Write {fixed!r}.")
             if earlier.slot == record.slot and record.slot is not Slot.USER:
                 first, second = (
                     _with_process(sorted((r for r in records if r is not drop), key=lambda r: r.slot))

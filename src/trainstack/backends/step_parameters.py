@@ -1,4 +1,4 @@
-"""`StepParameters` owns the parameters of the current global step."""
+"""`StepParameters` holds the parameters of the current global step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainstack.errors import ModuleContractError
 class StepParameters:
     """The parameters that a global step zeroes, clips, reduces and checks.
 
-    The loop and the layers read them here, through `Workload`, and do not collect them elsewhere. The loop calls
-    `refresh` in each step, so that parameters that join during training are treated like the others.
+    The loop and the layers read them here, through `Workload`, and collect them nowhere else. The loop calls `refresh`
+    in each step, so that parameters that are added during training are treated like the others.
 
     Attributes:
-        all: those of the module and of the optimizers, each once, frozen ones included.
-        optimized: those that the optimizers hold, each once: what is clipped.
-        find_originals: gives, by the id of a copy that an optimizer holds in the place of a parameter, the parameter.
+        all: the parameters of the module and of the optimizers, each once, including frozen ones.
+        optimized: the parameters of the optimizers, each once. They are the ones to clip.
+        find_originals: for a layer whose optimizers hold copies: returns each parameter by the id of its copy.
     """
 
     all: tuple[Any, ...]
@@ -34,16 +34,16 @@ class StepParameters:
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module, self._optimizers = module, tuple(optimizers)
-        self._ids: list[int] = []  # those of live objects, which `optimized` holds
+        self._ids: list[int] = []  # safe to compare, because `optimized` keeps the objects alive
         self._known: set[int] | None = None
         self._module_changed = True
         self.find_originals: Callable[[], dict[int, nn.Parameter]] = dict
         self.refresh()
 
     def refresh(self) -> None:
-        """Read again what the module and the optimizers hold, where that has changed.
+        """Read the parameters of the module and the optimizers again, if they have changed.
 
-        Changes of the module are seen within `watch` only.
+        Changes of the module are noticed only within `watch`.
 
         Raises:
             ModuleContractError: an optimizer was given a parameter that the module does not have.
@@ -58,21 +58,21 @@ class StepParameters:
         held = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         own = {id(p): p for p in self._module.parameters()}
         optimized = {id(p): p for p in held}
-        # A trainer refuses parameters outside the module when it begins. One that the module has lost since is without
-        # gradient, and no optimizer moves it.
+        # A trainer refuses parameters outside the module when it begins. A parameter that has left the module since has
+        # no gradient, so no optimizer moves it.
         known = optimized.keys() if self._known is None else self._known
         if foreign := optimized.keys() - own.keys() - known:
             shapes = [tuple(optimized[one].shape) for one in foreign]
             raise ModuleContractError(
-                f"an optimizer was given {len(foreign)} parameters that the module does not have, of shapes {shapes}: "
-                "no checkpoint would hold them. Assign them to the module first: self.extra = layer."
+                f"an optimizer was given {len(foreign)} parameters that the module does not have, of shapes {shapes}, "
+                "so no checkpoint would contain them. Assign them to the module first: self.extra = layer."
             )
         self._known = {*own, *optimized}
         self.all, self.optimized = tuple({**own, **optimized}.values()), tuple(optimized.values())
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """A block in which `refresh` sees parameters and submodules that are assigned to any module."""
+        """A block in which `refresh` notices parameters and submodules that are assigned to any module."""
 
         def changed(*given: Any) -> None:
             self._module_changed = True

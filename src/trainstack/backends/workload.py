@@ -20,16 +20,16 @@ from trainstack.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSet:
-    """What `prepare` may know of the data: a layer that samples or probes records needs it.
+    """Facts about the training data for `prepare`: a layer that samples or probes records needs them.
 
     Attributes:
-        length: records in the data set; None where the library cannot index them.
-        fetch: the collated batch of the records at the given indices (int64, 1-dim), not moved to a device.
-        global_batch: records a global step, over all processes.
-        max_micro_batch: records that fit into one forward pass.
+        length: records in the dataset; None if the library cannot index them.
+        fetch: returns the collated batch of the records at the given indices (int64, 1-dim), not moved to a device.
+        global_batch: records in a global step, over all processes.
+        max_micro_batch: the largest number of records in one forward pass.
         total_steps: global steps of the whole run; None if unknown.
-        problem: why the library cannot index the records, in words; None if it can.
-        repeats: how often the record that the data set has most often is in it, as far as is known.
+        problem: the reason why the library cannot index the records, as text; None if it can.
+        repeats: the known number of occurrences of the most frequent record in the dataset.
     """
 
     length: int | None
@@ -46,8 +46,8 @@ class Draw:
     """The records of one global step.
 
     Attributes:
-        local: data set indices of this process's part, int64; may be empty.
-        total: records of the step on all processes together, as far as this process knows.
+        local: dataset indices of this process's part, int64; may be empty.
+        total: records of the step on all processes together, or as many of them as this process knows.
     """
 
     local: Tensor
@@ -55,45 +55,44 @@ class Draw:
 
 
 class Sampling(ABC):
-    """A law by which the records of each global step are drawn, in place of the library's permutation."""
+    """Draws the records of each global step, in place of the library's permutation."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Steps are going to be made, on all processes. What is left of one that was broken off before counts no more,
-        nor do records that were drawn ahead."""
+        """Called on all processes before steps are made. Discard an interrupted step and records drawn in advance."""
 
     @abstractmethod
     def draw(self, step: int) -> Draw:
-        """The records of global step `step`, counted from 1. Steps are asked for in order, some ahead of their turn."""
+        """The records of global step `step`, counted from 1. Steps are drawn in order, some of them in advance."""
 
     @abstractmethod
     def check(self, batch: Any, index: Tensor, again: Callable[[Tensor], Any] | None) -> None:
-        """Refuse a batch that is not made of the records at `index`, each from itself.
+        """Refuse a batch whose rows are not made of the records at `index`, each from its record alone.
 
         Args:
-            batch: as `collate_fn` has made it.
-            index: data set indices, int64.
-            again: makes a batch of other indices in the same way; None where rows cannot depend on each other.
+            batch: a result of `collate_fn`.
+            index: dataset indices, int64.
+            again: makes a batch of other indices in the same way; None if rows cannot depend on each other.
         """
 
     @abstractmethod
     def steps_allowed(self, steps: int) -> int:
-        """How many of the next `steps` steps may be made. All processes ask together, and get the same answer."""
+        """The number of the next `steps` steps that may be made. All processes call it and get the same result."""
 
     @abstractmethod
     def exhausted_reason(self) -> str:
-        """Why no further step may be made, as a sentence."""
+        """The reason why no further step may be made, as a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
-    """How gradients are limited, once per global step, before the optimizers use them.
+    """The limit of gradients, applied once in each global step, before the optimizers use them.
 
     Args:
         kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
-            `"value"` clamps each element to `[-limit, limit]`; `"none"` leaves them alone.
-        limit: the bound, in the unit of the gradient of the mean loss (loss scaling is undone first).
-        measured: whether `clip` computes the joint norm where it does not need it itself.
+            `"value"` clamps each element to `[-limit, limit]`; `"none"` does not change them.
+        limit: the bound, in the unit of the gradient of the mean loss, without loss scaling.
+        measured: whether `clip` computes the joint norm even if clipping does not need it.
     """
 
     kind: Literal["norm", "value", "none"] = "none"
@@ -107,23 +106,23 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Model, optimizers and the rest that the verbs of a stack are handed.
+    """The model, its optimizers and further objects that the verbs of a stack receive.
 
     Attributes:
         module: the user's module, never wrapped.
-        model: what `forward` calls: `module`, or a layer's wrapper around it.
+        model: the object that `forward` calls: `module`, or a layer's wrapper around it.
         optimizers: in the order in which the user returned them.
         params: owns the parameters of the current step.
-        world: this process's place and device.
-        clipping: what `clip` does.
+        world: the rank and device of this process.
+        clipping: the limit that `clip` applies.
         gradients_reduced_by: the name of the layer that sums gradients over processes, if one does.
-        data: the training data, where the library knows it.
-        run_dir: where the run keeps its files, if it has a place for them.
-        uneven: whether a rank may run a micro-batch of weight 0 in the step under way; the same on all ranks.
+        data: the training data, if the library knows it.
+        run_dir: the folder for files of the run, if it has one.
+        uneven: whether a rank may run a micro-batch of weight 0 in the current step; the same on all ranks.
         fast_paths: whether the verbs may replace public torch calls by the shorter ones of `fast_paths.py`.
-        defers_sum: whether the passes of a step leave the gradients of each process apart, so that `sum_gradients` adds
-            them up. So it is where a step makes several updates or evaluates a closure.
-        closure: what the optimizers are stepped with; None for an update from the gradients there are.
+        defers_sum: whether the passes of a step keep the gradients of each process separate until `sum_gradients`. This
+            is so if a step makes several updates or evaluates a closure.
+        closure: the argument of `Optimizer.step`; None for an update from the existing gradients.
     """
 
     module: nn.Module
@@ -151,9 +150,9 @@ class Workload:
         run_dir: str | PathLike[str] | None = None,
         fast_paths: bool = True,
     ) -> Workload:
-        """A workload as `prepare` first gets it: nothing wrapped.
+        """The workload that `prepare` gets first, in which nothing is wrapped.
 
-        `TRAINSTACK_FAST_PATHS` wins over `fast_paths`.
+        `TRAINSTACK_FAST_PATHS` takes precedence over `fast_paths`.
         """
         optimizers = tuple(optimizers)
         return cls(
@@ -169,15 +168,15 @@ class Workload:
         )
 
     def without_grad_norm(self) -> Workload:
-        """The same, with no norm of the gradients computed that clipping does not need."""
+        """A copy that computes the norm of the gradients only if clipping needs it."""
         return replace(self, clipping=replace(self.clipping, measured=False))
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """All parameters of `module`, each once, frozen ones included."""
+        """All parameters of `module`, each once, including frozen ones."""
         return self.params.all
 
     @property
     def optimized_params(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that the optimizers hold, each once: what is clipped."""
+        """The parameters of the optimizers, each once. They are the ones to clip."""
         return self.params.optimized

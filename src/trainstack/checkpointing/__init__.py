@@ -1,6 +1,6 @@
 """Checkpoints that are complete or do not exist, read without pickle.
 
-A name is imported when it is first used: to list and verify checkpoints needs no torch.
+Names are imported at their first use, because listing and verifying checkpoints does not need torch.
 """
 
 from __future__ import annotations

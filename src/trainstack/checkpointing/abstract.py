@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 LEFT_OUT = "left_out"
-"""The key in the metadata of checkpoints and exports: names of tensors that they leave out, each with its digest."""
+"""The key in the metadata of checkpoints and exports: the names of the tensors that they omit, each with its digest."""
 
 
 @dataclass
 class Checkpoint:
-    """The states from which a run continues; `Checkpoint()` means that nothing was loaded.
+    """The states from which a run continues. `Checkpoint()` means that nothing was loaded.
 
-    The states are trees of dicts, lists, tuples, numbers, strings, tensors and numpy arrays.
-    A checkpoint that is being saved borrows the tensors of its owners; one that was loaded owns its
-    tensors, which lie on the CPU and require no gradient.
+    The states are trees of dicts, lists, tuples, numbers, strings, tensors and numpy arrays. During a save a checkpoint
+    shares the tensors of their owners. A loaded one owns its tensors, which are on the CPU and require no gradient.
 
     Attributes:
         module_interface_state: `ModuleInterface.get_state()`, by default the module's `state_dict`.
@@ -27,12 +26,12 @@ class Checkpoint:
         rng_state: the states of the random number generators.
         history_state: the metrics recorded so far.
         callback_states: one entry for each callback that has a state.
-        plan: the training plan as plain values, kept readable in the manifest. Holds no tensors.
-        global_step: global steps finished, skipped ones included.
-        metadata: whatever else should be readable in the manifest. Holds no tensors.
-        rank_states: for each rank, what differs between the ranks; None where nothing does.
+        plan: the training plan as plain values, readable in the manifest. Contains no tensors.
+        global_step: finished global steps, including skipped ones.
+        metadata: further values that should be readable in the manifest. Contains no tensors.
+        rank_states: for each rank, the states that differ between the ranks; None if there are none.
         run_id: identifies the run that wrote the checkpoint; None if unknown.
-        lineage: where the run began, as plain values for the manifest; None if unknown.
+        lineage: the origin of the run, as plain values for the manifest; None if unknown.
     """
 
     module_interface_state: dict[str, Any] | None = None
@@ -56,79 +55,80 @@ class Checkpoint:
 
 
 class AbstractCheckpointer(ABC):
-    """Decides when, where and how states are kept. Subclass it to keep them elsewhere.
+    """Decides when, where and how states are stored. Subclass it to store them elsewhere.
 
-    A checkpointer may return from `save` before the state is safe, if it has its own copy. It then overrides `watch`,
-    `poll`, `finish` and `abandon`, by which the trainer learns of failures and waits at the end. One that has saved
-    when `save` returns needs none of them.
+    A checkpointer with its own copy of the state may return from `save` before the state is safe. It then overrides
+    `watch`,
+    `poll`, `finish` and `abandon`, by which the trainer gets failures and waits at the end. If the state is safe when
+    `save`
+    returns, none of them is needed.
     """
 
     @abstractmethod
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
-        """Keep `checkpoint_state`, or decide not to.
+        """Store `checkpoint_state`, or decide not to.
 
         Args:
-            checkpoint_state: its tensors still belong to the training: keep copies, change nothing.
-            index: which save this is, by default the epoch.
-            force: keep it even if it would not be its turn.
+            checkpoint_state: its tensors still belong to the training: copy them, and change nothing.
+            index: the number of the save, by default the epoch.
+            force: store it even if no save is due.
 
         Returns:
-            Where it is kept, or will be once it is safe; None if it is not.
+            Where it is stored, or will be once it is safe; None if it is not stored.
 
         Raises:
-            CheckpointError: it should have been kept and could not be, or an earlier one could not in the background.
+            CheckpointError: it could not be stored, or an earlier one could not be stored in the background.
         """
 
     @abstractmethod
     def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
-        """Return the state to continue from; an empty `Checkpoint()` means to start afresh.
+        """Return the state to continue from. An empty `Checkpoint()` means a new start.
 
         Args:
-            resume: None or False leaves it to the checkpointer's own arguments; True or `"last"` asks for the
-                newest checkpoint; `"auto"` for the newest if there is any; `"best"` for the one with the best
-                value of a metric; a path for that one.
+            resume: None or False uses the checkpointer's arguments. True or `"last"` requests the newest checkpoint;
+                `"auto"` the newest if there is one; `"best"` the one with the best value of a metric; a path that one.
 
         Raises:
-            CheckpointNotFoundError: what was asked for does not exist.
-            CheckpointDamagedError: what was asked for exists and cannot be used.
+            CheckpointNotFoundError: the requested checkpoint does not exist.
+            CheckpointDamagedError: the requested checkpoint exists and cannot be used.
         """
 
     def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
-        """Keep what was left after an exception under a `name` of its own, never as a point to go on from by default.
+        """Store the state after an exception under a separate `name`, which a run never resumes from by default.
 
-        Does nothing by default. Called on the main process alone.
+        Does nothing by default. Called on the main process only.
         """
         return None
 
     def is_due(self, index: int, force: bool) -> bool:
-        """Whether `save` would keep anything if it were called with these; spares collecting states in vain."""
+        """Whether `save` would store anything if called with these arguments. If not, no states are collected."""
         return True
 
     def begin_run(self, *, resumed: bool) -> None:  # noqa: B027 - most checkpointers need not know
-        """Training begins: from what `load` returned if `resumed`, else afresh."""
+        """Called when training begins: from the result of `load` if `resumed`, otherwise from the beginning."""
 
     def watch(self, wake: Callable[[], None]) -> None:  # noqa: B027 - nothing to report by default
-        """`wake` is to be called, from any thread, when a save has ended in the background, well or not."""
+        """Register `wake`, to be called from any thread when a background save has ended, also after a failure."""
 
     def poll(self) -> None:  # noqa: B027
-        """Raise what has failed in the background since it was last raised, without waiting.
+        """Raise the error of a failed background save, once, without waiting.
 
-        Called at the next step boundary after `wake`, on the main process alone.
+        Called at the next step boundary after `wake`, on the main process only.
 
         Raises:
-            CheckpointError: a checkpoint that `save` was given could not be kept.
+            CheckpointError: a checkpoint could not be stored.
         """
 
     def finish(self) -> None:  # noqa: B027
-        """Wait until all that was saved is safe; raises as `poll`, and gives back what was held for saving.
+        """Wait until all saved states are safe, and release memory for saving. Raises as `poll` does.
 
-        Called before `train` returns or raises, an interrupt included. An interrupt while it waits ends the waiting.
+        Called before `train` returns or raises, also after an interrupt. An interrupt during the wait ends the wait.
         """
 
     def abandon(self) -> None:  # noqa: B027
-        """Give up what is still being written; called when `finish` is interrupted after an exception.
+        """Abandon the current write. Called when `finish` is interrupted after an exception.
 
-        What was safe before stays so, and no half of a checkpoint may be left that `load` would take.
+        Stored states remain safe, and no partial checkpoint may remain that `load` would accept.
         """
 
     def save_model(
@@ -141,42 +141,44 @@ class AbstractCheckpointer(ABC):
         metadata: dict[str, Any] | None = None,
         lineage: dict[str, Any] | None = None,
     ) -> str | None:
-        """Export the model alone, for use rather than for resuming. Does nothing by default.
+        """Export the model only, for use and not for resuming. Does nothing by default.
 
-        `plan`, `global_step`, `metadata` and `lineage` are those of a `Checkpoint`, for people to read.
+        `plan`, `global_step`, `metadata` and `lineage` have the meaning of `Checkpoint`, and are for readers of the
+        manifest.
         """
         return None
 
     @property
     def last_save_s(self) -> float | None:
-        """How long the last save in the background took, from the call of `save` until it was safe.
+        """Seconds from the last call of `save` until its state was safe in the background.
 
-        None before the first one, and where `save` returns only when all is safe.
+        None before the first such save, and if states are always safe when `save` returns.
         """
         return None
 
     @property
     def every_n_steps(self) -> int | float | None:
-        """Global steps between saves inside an epoch: a number, a float for a fraction of the run's, None for none."""
+        """Global steps between saves inside an epoch; a float is a fraction of all steps; None for no such saves."""
         return None
 
     @property
     def keeps_frozen(self) -> bool:
-        """Whether checkpoints have the frozen parameters that still have the values that the run began with.
+        """Whether checkpoints contain frozen parameters that still have their initial values.
 
-        Where they have not, `Checkpoint.metadata` has their names and digests. The trainer compares them on resume.
+        If not, `Checkpoint.metadata` has their names and digests, which the trainer compares on resume.
         """
         return True
 
     @property
     def every_n_seconds(self) -> float | None:
-        """Seconds between saves inside an epoch, by the clock of rank 0; None for none."""
+        """Seconds between saves inside an epoch, by the clock of rank 0; None for no such saves."""
         return None
 
     @property
     def keeps_best_by(self) -> tuple[str, str] | None:
-        """The metric by which the best checkpoints are kept, and "min" or "max"; None where none is kept for its value.
+        """The metric that selects the best checkpoints, and "min" or "max"; None if no checkpoint is kept for its
+        value.
 
-        The trainer then also saves after each validation that has brought a better value than all before.
+        The trainer then also saves after each validation with a better value than all before.
         """
         return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainstack._files import expand_path
-from trainstack._keywords import SuggestsNames
+from trainstack._keywords import SuggestsNames, explain_frozen
 from trainstack.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -32,35 +32,37 @@ _NAMES: dict[Direction, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """A metric, and whether low or high values of it are good. Make one with `Monitor.of`."""
+    """A metric, and whether low or high values of it are better. Make one with `Monitor.of`."""
 
     name: str
     mode: Direction
 
     @classmethod
     def of(cls, name: str, mode: str) -> Monitor:
-        """Make one; `"auto"` reads the direction off the metric's name.
+        """Make a monitor; `"auto"` derives the direction from the name of the metric.
 
         Raises:
-            ConfigurationError: the mode is none, or the name does not tell.
+            ConfigurationError: there is no such mode, or the name does not determine the direction.
         """
         if mode not in ("auto", "min", "max"):
             raise ConfigurationError(f"mode={mode!r}: no such mode. Write 'min', 'max' or 'auto'.")
         direction = _direction_of(name) if mode == "auto" else mode
         if direction is None:
             raise ConfigurationError(
-                f"monitor={name!r}: its name does not tell whether a low or a high value is good. Write mode='min' or "
-                "mode='max' as well."
+                f"monitor={name!r}: its name does not show whether a low or a high value is good. Write mode='min' or "
+                "mode='max' too."
             )
         return cls(name=name, mode="min" if direction == "min" else "max")
 
     def value_of(self, info: CheckpointInfo) -> float | None:
-        """The monitored value of a checkpoint; None if it has none, or one that is inf or nan and so never wins."""
+        """The monitored value of a checkpoint; None if it has none, or if it is inf or nan, which can never be the
+        best.
+        """
         value = info.metrics.get(self.name)
         return value if value is not None and math.isfinite(value) else None
 
     def rank(self, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Those that have a value, the best first; of equal ones the older first."""
+        """The checkpoints with a value, best first; of equal values the older one first."""
         sign = 1 if self.mode == "min" else -1
         valued = [(sign * value, info.sequence, info) for info in infos if (value := self.value_of(info)) is not None]
         return [info for *_, info in sorted(valued, key=lambda entry: entry[:2])]
@@ -70,7 +72,7 @@ def _direction_of(name: str) -> Direction | None:
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
     if {"neg", "negative", "inv", "inverse"} & set(words):
         return None
-    if any("loss" in word for word in words):  # the loss of an accuracy is a loss
+    if any("loss" in word for word in words):  # first, because "accuracy_loss" is a loss
         return "min"
     found: list[Direction] = [d for d in ("min", "max") if any(re.fullmatch(_NAMES[d], word) for word in words)]
     return found[0] if len(found) == 1 else None
@@ -79,48 +81,60 @@ def _direction_of(name: str) -> Direction | None:
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class DefaultCheckpointerArguments(metaclass=SuggestsNames):
-    """When, where and under which names to save, and where to load from. `""` means not set.
+    """When, where and under which names checkpoints are saved, and from where they are loaded. `""` means not set.
 
     Attributes:
         checkpoint: False saves nothing at all.
-        delete_existing_checkpoints: before the first save, delete the checkpoints of this
-            `file_prefix` from `save_dir`, and nothing else.
+        delete_existing_checkpoints: before the first save, delete the checkpoints with this `file_prefix` from
+            `save_dir`,
+            and nothing else.
         period: PyMarlin's name of `every_n_epochs`.
-        save_dir: where checkpoints go; by default `checkpoints` below the directory that is current
-            when it is first needed.
-        model_state_save_dir: where model exports go; by default `save_dir`.
-        load_dir: where a run begins: with the newest checkpoint from here, when the training does not say what to
-            resume, or when it says True, "auto", "last" or "best" and the run has saved nothing in `save_dir` yet.
-        load_filename: load this one from `load_dir`; a plain name, or an absolute path.
-        file_prefix: what the names of checkpoints begin with.
-        file_ext: what they end with, without a dot; by default nothing, as they are directories.
-        log_level: the least level of what the checkpointer logs, to the logger "trainstack"; None for the `log_level`
+        save_dir: the directory of checkpoints; by default `checkpoints` in the current directory at the first use.
+        model_state_save_dir: the directory of model exports; by default `save_dir`.
+        load_dir: a run begins with the newest checkpoint of this directory if the training does not name a checkpoint
+            to
+            resume from, or if it requests True, "auto", "last" or "best" and the run has saved nothing in `save_dir`
+            yet.
+        load_filename: load this checkpoint from `load_dir`; a plain name, or an absolute path.
+        file_prefix: the beginning of the names of checkpoints.
+        file_ext: the end of the names, without a dot; empty by default, because checkpoints are directories.
+        log_level: the lowest level of the checkpointer's messages to the logger "trainstack"; None for the `log_level`
             of the run, or "INFO" without one.
-        async_save: write in the background. Training waits only while the state is copied into memory of the host,
-            which takes once more the size of a checkpoint.
-        sharded: where a layer such as `fsdp` divides the state, let each rank write its own part into the checkpoint,
-            and read what it needs of one. All ranks have to see `save_dir`. Under other layers nothing changes.
-        every_n_steps: also save inside an epoch, whenever the global step is a multiple of this; a float in (0, 1] is
-            a fraction of all global steps of the run, rounded up.
-        every_n_seconds: also save inside an epoch, at the first step so many seconds after the last of these saves.
-        every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this; None is 1. The
-            end of the run is saved in any case.
-        keep_last: delete older checkpoints of this run after a save, but for so many of the newest; None keeps all.
-        keep_best: of those, keep so many of the best as well. Means nothing where all are kept.
-        verify: before an older checkpoint is deleted, read those from the disk that are kept in its place, each once
-            in a process, and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
-        monitor: the metric that says which is the best.
-        mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` reads that off its name.
-        keep_frozen: False leaves out parameters that are frozen and have the values that the run began with, such as
-            the base of LoRA adapters, from checkpoints and from exports at the end of training. The manifest has their
-            names and digests. To resume, build the module with the same weights, or name them in `init_weights_from`.
+        async_save: write in the background. Training waits only while the state is copied to host memory, which needs
+            the size of a checkpoint in addition.
+        sharded: if a layer such as `fsdp` shards the state, each rank writes its part into the checkpoint, and reads
+            only
+            the parts that it needs. All ranks need access to `save_dir`. Under other layers it has no effect.
+        every_n_steps: also save inside an epoch, each time the global step is a multiple of this number; a float in (0,
+            1]
+            is a fraction of all global steps of the run, rounded up.
+        every_n_seconds: also save inside an epoch, at the first step that ends this many seconds after the last such
+            save.
+        every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this number; None is
+            1.
+            The end of the run is always saved.
+        keep_last: the number of newest checkpoints of this run to keep; older ones are deleted after a save. None keeps
+            all.
+        keep_best: the number of best checkpoints to keep in addition. It has no effect if all are kept.
+        verify: before an older checkpoint is deleted, read the ones that are kept from the disk, each once in a
+            process,
+            and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
+        monitor: the metric that determines the best checkpoint.
+        mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` derives that from its name.
+        keep_frozen: False omits frozen parameters with their initial values, such as the base of LoRA adapters, from
+            checkpoints and from exports at the end of training. The manifest has their names and digests. To resume,
+            build
+            the module with the same weights, or name them in `init_weights_from`.
         sign_key: the PEM file of an Ed25519 key that signs each checkpoint and export of the run. The main process
-            reads each once more for it. Needs `pip install trainstack[sign]`.
-        scrub_every_s: compare each stored checkpoint with its hashes again when that was last done so many seconds
-            ago. After a save a thread reads the one that is due for the longest time, at most 100 MB a second. A
-            damaged one is a warning, and does not count as kept. None for never.
+            reads
+            each of them once more for it. Needs `pip install trainstack[sign]`.
+        scrub_every_s: compare each stored checkpoint with its hashes again after this many seconds. After a save a
+            thread
+            reads the one that is overdue longest, at most 100 MB in a second. A damaged checkpoint causes a warning and
+            does not count as kept. None for never.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
@@ -168,7 +182,7 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
 
     @property
     def epochs_between(self) -> int:
-        """`every_n_epochs`, or what `period` says instead."""
+        """`every_n_epochs`, or `period` if that is not set."""
         return self.every_n_epochs or self.period
 
     @property
@@ -181,18 +195,18 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         if self.every_n_epochs is not None:
             _check_count("every_n_epochs", self.every_n_epochs)
             if self.period not in (1, self.every_n_epochs):
-                why = f"period={self.period} is another name of it and says something else"
+                why = f"period={self.period} is another name of it with another value"
                 raise _wrong("every_n_epochs", self.every_n_epochs, why, "one of the two")
         steps = self.every_n_steps
         if isinstance(steps, float) and not 0 < steps <= 1:
-            raise _wrong("every_n_steps", steps, "a fraction of the run lies between 0 and 1", "1, 2, ... or 0.25")
+            raise _wrong("every_n_steps", steps, "a fraction of the run is between 0 and 1", "1, 2, ... or 0.25")
         if steps is not None and not isinstance(steps, float):
             _check_count("every_n_steps", steps)
         for name in ("every_n_seconds", "scrub_every_s"):
             seconds = getattr(self, name)
             is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
             if seconds is not None and not (is_number and 0 < seconds < math.inf):
-                raise _wrong(name, seconds, "it is no number of seconds above 0", "a number such as 1800")
+                raise _wrong(name, seconds, "it is not a number of seconds above 0", "a number such as 1800")
 
     def _check_retention(self) -> None:
         if self.keep_last is not None:
@@ -223,12 +237,12 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
             instead = "the directory in load_dir and the name in load_filename"
             raise _wrong("load_filename", self.load_filename, "a relative name may not have a path separator", instead)
         if not self.load_dir:
-            why, instead = "load_dir, where it should lie, is not set", "load_dir as well, or an absolute path"
+            why, instead = "load_dir, where it should be, is not set", "load_dir too, or an absolute path"
             raise _wrong("load_filename", self.load_filename, why, instead)
 
 
 def has_separator(name: str) -> bool:
-    """Whether `name` is more than the name of one file."""
+    """Whether `name` contains a path separator or a null byte."""
     return any(mark in name for mark in "/\\\0")
 
 

@@ -12,20 +12,22 @@ from trainstack.errors import CheckpointError, TrainstackError
 
 
 class HostBuffers:
-    """One copy of a state on the host.
+    """A copy of a state in host memory, in buffers that are reused.
 
-    Fresh memory costs more than copying does, since the system hands it out page by page on first use. So each
-    tensor's buffer is kept under its name and used again while dtype and shape stay the same.
+    New memory costs more than the copy, because the system allocates it page by page at the first write. So the buffer
+    of
+    each tensor is kept under its name, and reused if dtype and shape are the same.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return contiguous copies on the host, under the same names; the next call overwrites them.
+        """Return contiguous copies in host memory, under the same names. The next call overwrites them.
 
-        Tensors on a CUDA device are copied into pinned memory, all at once, and waited for. Deferred tensors are read,
-        one at a time.
+        Tensors on a CUDA device are copied to pinned memory, all at once, followed by a synchronization. Deferred
+        tensors are
+        read one at a time.
         """
         self._buffers = {name: self._matching_buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
@@ -35,7 +37,7 @@ class HostBuffers:
         return dict(self._buffers)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers = {}
 
     def _matching_buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +54,7 @@ class HostBuffers:
 class BackgroundWriter:
     """Runs a job in a separate thread, at most one at a time.
 
-    The thread ends with its job, so none is left idle. It is not a daemon: an interpreter that exits waits for it.
+    The thread ends with its job, so no thread is idle. It is not a daemon: an interpreter that exits waits for it.
 
     Attributes:
         wake: called from the thread when a job has ended and was not abandoned, so that the owner calls `poll`.
@@ -70,14 +72,14 @@ class BackgroundWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, what: str, job: Callable[[threading.Event], None]) -> None:
-        """Begin `job` once the one before is through.
+        """Start `job` after the previous one has ended.
 
         Args:
-            what: names the job in messages.
-            job: is given an event; when that is set, it is to clear up and end.
+            what: the name of the job in messages.
+            job: takes an event. If the event is set, the job has to clean up and end.
 
         Raises:
-            CheckpointError: the job before failed.
+            CheckpointError: the previous job failed.
         """
         self.wait()
         self._abandoned = abandoned = threading.Event()
@@ -95,10 +97,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def poll(self) -> None:
-        """Raise the error of a failed job, once; never waits.
+        """Raise the error of a failed job, once. Never waits.
 
         Raises:
-            CheckpointError: the job failed; one that is not an error of ours is its cause.
+            CheckpointError: the job failed. An error that is not a TrainstackError is its cause.
         """
         failure, self._failure = self._failure, None
         if failure is None:
@@ -109,12 +111,12 @@ class BackgroundWriter:
         raise CheckpointError(f"{what} failed in the background: {type(error).__name__}: {error}") from error
 
     def wait(self) -> None:
-        """Wait for the running job and raise as `poll`; a KeyboardInterrupt ends the waiting, not the job."""
+        """Wait for the running job and raise as `poll` does. A KeyboardInterrupt ends the wait, not the job."""
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         self._thread = None
         self.poll()
 
     def abandon(self) -> None:
-        """Tell the running job to clean up and end; nothing is raised for it."""
+        """Make the running job clean up and end. Nothing is raised for it."""
         self._abandoned.set()

@@ -1,4 +1,4 @@
-"""Hashes, and files that are compared with them while they are read."""
+"""Hashes, and readers that compare files with them."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from trainstack.checkpointing.regular_files import check_memory
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 ALGORITHM = "xxh3_128"
-"""The hash of all files and chunks, by the name that a manifest has for it."""
+"""The hash of all files and chunks, by its name in a manifest."""
 
 CHUNK_BYTES = 4 << 20
-"""A fixed part of the format: tensors are hashed in chunks of so many bytes. Small enough to be still in the
-processor's cache when a chunk is written after it was hashed."""
+"""A constant of the format: tensors are hashed in chunks of this size. A chunk is written after it was hashed, and this
+one is small enough to be still in the processor's cache then."""
 
 READERS = min(4, os.cpu_count() or 1) if hasattr(os, "preadv") else 1
-"""Threads that read one file. Most of the time goes into fresh memory, which the system clears page by page."""
+"""Threads that read one file. Most of the time is spent on new memory, which the system clears page by page."""
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 
 PaceFn = Callable[[int], None]
-"""Called before so many bytes are read; it may wait, or raise to end the reading."""
+"""Called with the number of bytes before they are read. It may wait, or raise to end the reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a manifest says about one file.
+    """The entry of one file in a manifest.
 
     Attributes:
         size: in bytes.
@@ -53,14 +53,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a file that has a hash.
+    """A part of a file with a hash.
 
     Attributes:
         start: of the part in the file.
-        size: of the part.
-        expected: its hash; None if nobody knows it.
-        label: what an error calls it.
-        target: where its bytes go; None if they are only compared.
+        size: of the part, in bytes.
+        expected: its hash; None if it is unknown.
+        label: its name in an error.
+        target: the memory for its bytes; None if they are only compared.
         digest: computes the hash of its bytes.
     """
 
@@ -78,14 +78,14 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Say whether `text` is what `digest` may return."""
+    """Return whether `text` has the form of a result of `digest`."""
     return _DIGEST.fullmatch(text) is not None
 
 
 class FileWriter:
     """Writes to a new file and counts the bytes.
 
-    Once `abandoned` is set, writing raises CheckpointError.
+    If `abandoned` is set, writing raises CheckpointError.
     """
 
     size: int
@@ -105,7 +105,7 @@ class FileWriter:
 
 
 class CheckedReader:
-    """Reads a file whose size is known, and compares what it reads with hashes."""
+    """Reads a file of known size, and compares the data with hashes."""
 
     position: int
 
@@ -124,7 +124,7 @@ class CheckedReader:
         return bytes(buffer)
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill `target`, a view of writable bytes, with those from `start` on."""
+        """Fill `target`, a view of writable bytes, with the bytes from `start` on."""
         done = 0
         if self._pace is not None:
             self._pace(len(target))
@@ -135,18 +135,18 @@ class CheckedReader:
             else:
                 count = os.preadv(self._handle.fileno(), [target[done:]], start + done)
             if not count:
-                raise CheckpointDamagedError(f"{self.path} ends too early; it was cut off. Load another checkpoint.")
+                raise CheckpointDamagedError(f"{self.path} ends too early; it was truncated. Load another checkpoint.")
             done += count
 
     def read_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """Read `chunks` into their targets, or only compare them; several threads share the work.
+        """Read `chunks` into their targets, or only compare them, in several threads.
 
         Raises:
-            CheckpointDamagedError: naming the first chunk that is not as it was written.
+            CheckpointDamagedError: the hash of a chunk is wrong. The message names the first one.
         """
         batches = list(_batches(chunks))
         if len(batches) == 1 and all(chunk.target is not None for chunk in batches[0]):
-            for chunk in batches[0]:  # a small tensor costs no threads and no buffers
+            for chunk in batches[0]:  # a small tensor needs no threads and no buffers
                 self._read_chunk(chunk, memoryview(b""))
             return
         buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -170,7 +170,7 @@ class CheckedReader:
                 pass
 
     def map(self, chunks: Iterable[Chunk]) -> mmap.mmap:
-        """Return the whole file as memory whose changes stay with this process, once `chunks` are compared."""
+        """Compare `chunks`, and return the whole file as private memory: changes are not written to the file."""
         mapping = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_COPY)
         view = memoryview(mapping)
 
@@ -197,13 +197,13 @@ class CheckedReader:
 
 
 def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """`chunks` in lists of about `CHUNK_BYTES`, so that many small ones cost no task each."""
+    """`chunks` in lists of about `CHUNK_BYTES`, so that many small ones do not cost a task each."""
     batch: list[Chunk] = []
     held = 0
     for chunk in chunks:
         batch.append(chunk)
         held += chunk.size
-        if held >= CHUNK_BYTES or len(batch) >= 1000:
+        if held >= CHUNK_BYTES or len(batch) >= 1000:  # the second limit is for many tiny chunks
             yield batch
             batch, held = [], 0
     if batch:
@@ -212,17 +212,17 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 @contextmanager
 def open_recorded(path: Path, size: int | None, pace: PaceFn | None = None) -> Iterator[CheckedReader]:
-    """Open a regular file for reading, of `size` bytes if that is known; `pace` may slow the reading down.
+    """Open a regular file for reading, of `size` bytes if that is known. `pace` may slow down the reading.
 
     Raises:
-        CheckpointDamagedError: the file is missing, unreadable, no regular file, or of another size.
+        CheckpointDamagedError: the file is missing, unreadable, not a regular file, or has another size.
     """
     try:
         with open_regular(path) as handle:
             found = os.fstat(handle.fileno()).st_size
             if size is not None and found != size:
                 raise CheckpointDamagedError(
-                    f"{path} is damaged: it has {found} bytes, the manifest says {size}. Load another checkpoint."
+                    f"{path} is damaged: it has {found} bytes, and {size} in the manifest. Load another checkpoint."
                 )
             yield CheckedReader(handle, path, found, pace)
     except FileNotFoundError as error:
@@ -232,7 +232,7 @@ def open_recorded(path: Path, size: int | None, pace: PaceFn | None = None) -> I
 
 
 def check_file(path: Path, record: FileRecord, pace: PaceFn | None = None) -> None:
-    """Read `path` and compare size and hash of the whole; raises CheckpointDamagedError."""
+    """Read `path` and compare its size and hash. Raises CheckpointDamagedError."""
     with open_recorded(path, record.size, pace) as reader:
         whole = xxhash.xxh3_128()
         buffer = memoryview(bytearray(min(CHUNK_BYTES, record.size)))
@@ -244,7 +244,7 @@ def check_file(path: Path, record: FileRecord, pace: PaceFn | None = None) -> No
 
 
 def read_file(path: Path, record: FileRecord) -> bytes:
-    """Return the bytes of `path`, which were compared with their hash; raises CheckpointDamagedError."""
+    """Return the bytes of `path` after comparing their hash. Raises CheckpointDamagedError."""
     with open_recorded(path, record.size) as reader:
         check_memory(path, record.size)
         data = reader.read(record.size)
@@ -255,5 +255,5 @@ def read_file(path: Path, record: FileRecord) -> bytes:
 def _compare_whole(path: Path, found: str, record: FileRecord) -> None:
     if found != record.hash:
         raise CheckpointDamagedError(
-            f"{path} is damaged: its hash is {found}, the manifest says {record.hash}. Load another checkpoint."
+            f"{path} is damaged: its hash is {found}, and {record.hash} in the manifest. Load another checkpoint."
         )

@@ -19,14 +19,15 @@ from trainstack.checkpointing.format import Json, PlainDecoder, bytes_of, text_o
 
 
 class StateDecoder(PlainDecoder):
-    """Decodes JSON trees of states; every mention of one stored tensor becomes the same object.
+    """Decodes JSON trees of states. Every reference to one stored tensor becomes the same object.
 
-    The tensors of the result are those handed in, not copies; numpy arrays share their memory. Those of objects that
-    are made of several tensors, or that are no dicts, lists and tuples, are read where they are deferred.
+    The result contains the tensors that were passed, not copies; numpy arrays share their memory. Deferred tensors are
+    read
+    if they are parts of an object of several tensors, or of one that is not a dict, list or tuple.
 
     Args:
         tensors: by the names in the trees.
-        outline: `tensors` have no values, so a sparse tensor is given as the dict of its parts.
+        outline: `tensors` have no values, so a sparse tensor is returned as the dict of its parts.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, outline: bool = False) -> None:
@@ -66,7 +67,7 @@ class StateDecoder(PlainDecoder):
             return self._decode(fields["parts"])
         layout, shape = LAYOUTS[fields["layout"]], torch.Size(_shape(fields["shape"]))
         parts = materialized([self._decode(fields["parts"][name]) for name in SPARSE_LAYOUTS[layout]])
-        # indices out of range would make torch read and write memory of others
+        # indices out of range would make torch read and write memory outside the tensor
         if layout is torch.sparse_coo:
             indices, values = parts
             coalesced = fields["coalesced"]
@@ -102,7 +103,7 @@ class _Layout:
 def _registered(fields: dict[str, Json], base: type) -> Any:
     cls = registered_class(text_of(fields["name"]))
     if not issubclass(cls, base):
-        raise ValueError(f"{short(cls.__name__)} is no {base.__name__}")
+        raise ValueError(f"{short(cls.__name__)} is not a {base.__name__}")
     return cls
 
 
@@ -117,5 +118,5 @@ _DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9a-zA-Z/]{1,20}\])?")
 def _numpy_dtype(fields: dict[str, Json]) -> np.dtype[Any]:
     name = text_of(fields["dtype"])
     if not _DTYPE.fullmatch(name):
-        raise ValueError(f"{short(name)} is no dtype of a stored array")
+        raise ValueError(f"{short(name)} is not the dtype of a stored array")
     return np.dtype(name)

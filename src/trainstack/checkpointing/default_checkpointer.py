@@ -1,4 +1,4 @@
-"""`DefaultCheckpointer` keeps checkpoints as directories on a file system."""
+"""`DefaultCheckpointer` stores checkpoints as directories in a file system."""
 
 from __future__ import annotations
 
@@ -33,17 +33,15 @@ from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
 from trainstack.checkpointing.lookup import (
     CheckpointFinder,
-    checkpoints_of_run,
     folder_at,
-    newest_entry,
     refresh_pointers,
     rule_at,
-    with_prefix,
 )
 from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention
 from trainstack.checkpointing.sharded.commit import Ranks, ShardedDirectory, report_part, together, wait_for_parts
 from trainstack.checkpointing.sharded.parts import Layout, pack_rows
+from trainstack.checkpointing.verification import checkpoints_of_run, newest_entry, with_prefix
 from trainstack.checkpointing.writing import Payload, Signer, commit, pack, payload_of, write_begin, write_model
 from trainstack.errors import CheckpointError, CheckpointNotFoundError
 from trainstack.ranks import global_rank
@@ -52,18 +50,19 @@ _logger = logging.getLogger("trainstack")
 
 
 LARGE = 64 << 20
-"""Bytes of a checkpoint above which a thread reads it back, so that the training need not wait for the disk."""
+"""Checkpoints with more bytes are read back in a thread, so that the training need not wait for the disk."""
 
 
 class DefaultCheckpointer(AbstractCheckpointer):
-    """Keeps each checkpoint as a directory that is complete or does not exist.
+    """Stores each checkpoint as a directory that is complete or does not exist.
 
-    Only one process of a training may save; any number may load. Building one touches no file.
+    Only one process of a training may save; any number may load. The constructor touches no file.
 
     Attributes:
-        lease: the right to write into the directories; None where nobody has taken it.
-        known_run: the id of the run that `load` is to continue in `save_dir`; None for the run that began or saved
-            there last.
+        lease: the right to write into the directories; None if it was not taken.
+        known_run: the id of the run that `load` should continue in `save_dir`; None for the run that began or saved
+            there
+            last.
         on_commit: called with the path of a checkpoint that is safe; with `async_save` from another thread.
     """
 
@@ -92,11 +91,12 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._scrub = None if every_s is None else BackgroundScrub(every_s, self._log, retention.note_verified)
 
     def begin_trainer(self, *, log_level: str, resume: bool | str | os.PathLike[str]) -> None:
-        """A trainer was made with these arguments. Its `log_level` holds where the own arguments have none.
+        """Called when a trainer is made with these arguments. Its `log_level` is the default of the checkpointer's.
 
         Raises:
-            CheckpointNotFoundError: `resume` is a path with a separator, and nothing is there. Only the main process
-                looks, since only that one loads.
+            CheckpointNotFoundError: `resume` is a path with a separator that does not exist. Only the main process
+                checks it,
+                because only that one loads.
         """
         self._run_level = log_level
         self._run_id = self._loaded_run = self._loaded_at = self.known_run = None
@@ -108,23 +108,23 @@ class DefaultCheckpointer(AbstractCheckpointer):
         path = Path(resume).absolute()
         if not path.exists() and rule_at(path, self.args) is None:
             raise CheckpointNotFoundError(
-                f"resume={os.fspath(resume)!r}: {path} does not exist. Give the directory of a checkpoint or of a run, "
+                f"resume={os.fspath(resume)!r}: {path} does not exist. Write the path of a checkpoint or of a run, "
                 "or write resume='auto' for the newest checkpoint of this run, if there is one."
             )
 
     @property
     def every_n_steps(self) -> int | float | None:
-        """`args.every_n_steps`, or None when nothing is to be saved at all."""
+        """`args.every_n_steps`, or None if nothing is saved."""
         return self.args.every_n_steps if self.args.checkpoint else None
 
     @property
     def every_n_seconds(self) -> float | None:
-        """`args.every_n_seconds`, or None when nothing is to be saved at all."""
+        """`args.every_n_seconds`, or None if nothing is saved."""
         return self.args.every_n_seconds if self.args.checkpoint else None
 
     @property
     def keeps_best_by(self) -> tuple[str, str] | None:
-        """`args.monitor` and its direction, if `args.keep_best` asks for the best."""
+        """`args.monitor` and its direction, if `args.keep_best` requests the best checkpoints."""
         monitor = self.args.monitored
         keeps = self.args.checkpoint and self.args.keep_best and self.args.keep_last is not None
         return (monitor.name, monitor.mode) if keeps else None
@@ -136,38 +136,39 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     @property
     def is_sharded(self) -> bool:
-        """`args.sharded`, unless a subclass has a `save` of its own, which has to get whole tensors."""
+        """`args.sharded`, unless a subclass overrides `save`, which has to get whole tensors."""
         return self.args.sharded and type(self).save is DefaultCheckpointer.save
 
     @property
     def asks_for_best(self) -> bool:
-        """Whether the arguments ask for the best checkpoints; one is kept by "val/loss" unless told otherwise."""
+        """Whether the arguments request the best checkpoints explicitly; one is kept by "val/loss" by default."""
         return self.args.keep_best > 1 or self.args.monitor != DEFAULT_MONITOR
 
     def place(self, folder: Path) -> None:
-        """Save in `checkpoints` below `folder`, the folder of the run, unless the arguments say where."""
+        """Save in `checkpoints` below `folder`, the folder of the run, unless the arguments name another directory."""
         if folder != self._base:
             self._base, self._directories = folder, {}
-        _ = self.save_dir, self.model_state_save_dir  # settled before user code changes the current folder
+        _ = self.save_dir, self.model_state_save_dir  # resolve them before user code changes the current directory
 
     @property
     def save_dir(self) -> Path:
-        """Where checkpoints go; settled, as an absolute path, when it is first asked for."""
+        """The directory of checkpoints, as an absolute path. It is fixed at the first use."""
         default = "checkpoints" if self._base is None else self._base / "checkpoints"
         return self._resolve_directory("save_dir", self.args.save_dir or default)
 
     @property
     def model_state_save_dir(self) -> Path:
-        """Where model exports go."""
+        """The directory of model exports."""
         return self._resolve_directory("model_state_save_dir", self.args.model_state_save_dir or self.save_dir)
 
     def prepare(self) -> None:
-        """Clear what dead writers left, and delete the existing checkpoints if the arguments say so.
+        """Delete leftovers of ended writers, and existing checkpoints if the arguments request it.
 
-        Runs once, by itself before the first save. Only directories with an intact manifest, of kind
-        "checkpoint" and with this `file_prefix`, are deleted.
+        It runs once, automatically before the first save. It deletes only directories with an intact manifest, of the
+        kind
+        "checkpoint" and with this `file_prefix`.
         """
-        self._loaded_at = None  # what comes from here on is this run's
+        self._loaded_at = None  # later entries are written by this run
         if not self._clear(self.save_dir) or not self.args.delete_existing_checkpoints:
             return
         prefix = self.args.file_prefix
@@ -179,7 +180,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     @property
     def run_id(self) -> str | None:
-        """Identifies the run whose checkpoints are written; None as long as no run has begun in `save_dir`."""
+        """The id of the run whose checkpoints are written; None until a run has begun in `save_dir`."""
         if self._run_id is None and self.loaded_own:
             self._run_id = self._loaded_run
         elif self._run_id is None:
@@ -188,29 +189,31 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return self._run_id
 
     def begin_anew(self) -> None:
-        """Let what is saved from now on be that of a new run."""
+        """Assign the following saves to a new run."""
         self._run_id, self._is_new = uuid.uuid4().hex, True
 
     def begin_run(self, *, resumed: bool) -> None:
-        """Write, when a run begins afresh or from another directory, which run the directory belongs to from now on.
+        """Record the id of this run in the directory if it begins newly or from another directory.
 
-        Checkpoints of earlier runs stay where they are and can be named, but are not "the newest" of this run, and it
-        never deletes them: it may be interrupted before its first checkpoint, and must not go on from another run's.
-        A warning tells of them.
+        Checkpoints of earlier runs remain and can be named, but are not "the newest" of this run, which never deletes
+        them. The
+        record is written now because the run may be interrupted before its first checkpoint, and must then not resume
+        from a
+        checkpoint of another run. A warning names earlier checkpoints.
 
         Raises:
             CheckpointError: another process has written into `save_dir` since the checkpoint was chosen.
         """
-        self._background.wait()  # one that was abandoned may still be deleting older ones
+        self._background.wait()  # an abandoned save may still delete older checkpoints
         if not self.args.checkpoint:
             return
-        _ = self.signer  # a wrong key ends the run before the first step
+        _ = self.signer  # a wrong key has to raise before the first step
         contents, prefix = scan(self.save_dir), self.args.file_prefix
         earlier, newest = with_prefix(contents, prefix), newest_entry(contents, prefix)
         if self._loaded_at is not None and newest is not None and newest.sequence > self._loaded_at:
             raise CheckpointError(
-                f"another run has written {newest.path} since this one has chosen where to begin. Start again with "
-                "resume='auto', which goes on from the newest."
+                f"another run has written {newest.path} since this one chose its checkpoint. Start again with "
+                "resume='auto', which resumes from the newest checkpoint."
             )
         current = None if newest is None else newest.run_id
         elsewhere = self._loaded_from is not None and real_path(self._loaded_from) != real_path(self.save_dir)
@@ -229,25 +232,25 @@ class DefaultCheckpointer(AbstractCheckpointer):
             contents = contents.including(begin)
         self._loaded_at = None
         self._retention.apply(contents)
-        if earlier and begins and not self.args.delete_existing_checkpoints:  # each that is deleted is named then
+        if earlier and begins and not self.args.delete_existing_checkpoints:  # deleted ones are logged by name
             self._warn_of_earlier_run(earlier)
 
     def _warn_of_earlier_run(self, earlier: list[CheckpointInfo]) -> None:
         count = "a checkpoint" if len(earlier) == 1 else f"{len(earlier)} checkpoints"
         self._log(
             logging.WARNING,
-            f"{self.save_dir} has {count} of an earlier run. This run neither goes on from there nor replaces any. "
-            f"To go on from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this one another "
-            "output_dir, or another save_dir if that is given.",
+            f"{self.save_dir} has {count} of an earlier run. This run neither resumes from there nor replaces any. "
+            f"To resume from the newest write resume={str(earlier[0].path)!r}; to keep runs apart give this another "
+            "output_dir, or another save_dir if that is set.",
         )
 
     @property
     def signer(self) -> Signer | None:
-        """Signs what is written by `args.sign_key`, which is read once; None without a key.
+        """Signs checkpoints and exports with `args.sign_key`, which is read once; None without a key.
 
         Raises:
             MissingExtraError: `cryptography` is not installed.
-            ConfigurationError: the file holds no Ed25519 key.
+            ConfigurationError: the file contains no Ed25519 key.
         """
         if self._signer is None and self.args.sign_key is not None:
             from trainstack.checkpointing.integrity.signing import checkpoint_signer
@@ -262,23 +265,24 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     @property
     def loaded_own(self) -> bool:
-        """Whether a checkpoint was loaded from where this run saves, so that the run there goes on."""
+        """Whether the loaded checkpoint is in the directory of this run, so that the run there continues."""
         return self._loaded_from is not None and real_path(self._loaded_from) == real_path(self.save_dir)
 
     def checkpoints_below(self, folder: Path, run_id: str | None) -> list[CheckpointInfo]:
-        """The checkpoints, newest first, of a run that has the folder `folder`."""
+        """The checkpoints of a run with the folder `folder`, newest first."""
         place = Path(self.args.save_dir or folder / "checkpoints").absolute()
         return checkpoints_of_run(place, self.args.file_prefix, run_id)
 
     def written_by_runs(self, folder: Path) -> list[Path]:
-        """The checkpoints and exports that runs with this `file_prefix` have left in places inside `folder`."""
+        """The checkpoints and exports inside `folder` that were written by runs with this `file_prefix`."""
         places = [place for place in self._places if is_inside(place, folder)]
         return sorted(path for place in places for path in self._written(place))
 
     def delete_run(self, folder: Path, run_id: str | None) -> None:
-        """Delete the checkpoints and exports of the run `run_id`, its beginnings last: a kill leaves a trace.
+        """Delete the checkpoints and exports of the run `run_id`, and last its beginnings, so that a kill leaves a
+        trace.
 
-        Inside `folder`, that of the run, those without a readable id are deleted as well; all if `run_id` is None.
+        Inside `folder`, the folder of the run, those without a readable id are deleted too; all if `run_id` is None.
         """
         for place in self._places:
             inside = is_inside(place, folder)
@@ -292,7 +296,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return list(dict.fromkeys((self.save_dir, self.model_state_save_dir)))
 
     def _written(self, place: Path) -> dict[Path, str | None]:
-        """The checkpoints and exports that runs with this `file_prefix` have left in `place`, and their run ids."""
+        """The checkpoints and exports in `place` of runs with this `file_prefix`, and their run ids."""
         prefix = re.escape(self.args.file_prefix)
         pattern = re.compile(rf"({prefix}-(model-)?\d+(\..+)?|exception-\d+)")
         contents = scan(place)
@@ -303,24 +307,27 @@ class DefaultCheckpointer(AbstractCheckpointer):
         }
 
     def last(self) -> CheckpointInfo | None:
-        """The newest checkpoint of this run in `save_dir` whose files are there in their sizes, or None."""
+        """The newest checkpoint of this run in `save_dir` whose files exist with the right sizes, or None."""
         return retention.newest_of(checkpoints_of_run(self.save_dir, self.args.file_prefix))
 
     def best(self) -> CheckpointInfo | None:
-        """The one with the best finite value of `args.monitor`, or None; read from manifests alone."""
+        """The checkpoint with the best finite value of `args.monitor`, or None. Only manifests are read."""
         return retention.best_of(checkpoints_of_run(self.save_dir, self.args.file_prefix), self.args)
 
     def is_due(self, index: int, force: bool) -> bool:
-        """Whether it is the turn of `index`, or out of turn but asked for, and saving is on at all."""
+        """Whether saving is enabled and a save with `index` is due or forced."""
         return self.args.checkpoint and (force or index % self.args.epochs_between == 0)
 
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
-        """Write `checkpoint_state` if it is its turn, replacing one of the same name.
+        """Write `checkpoint_state` if a save is due, replacing a checkpoint of the same name.
 
-        The name is made of the prefix and the global step, or the index if the step is not known.
-        Returns once everything is on the disk; with `async_save` once the state is copied, after waiting for the
-        save before. Where a large checkpoint has to be read back, a thread does that, and deletes older ones then. A
-        failure in the background is raised by `poll`, `finish`, or the next save or load.
+        The name consists of the prefix and the global step, or the index if the step is not known. It returns when
+        everything
+        is on the disk; with `async_save` when the state is copied, after waiting for the previous save. A thread reads
+        back a
+        large checkpoint, and deletes older ones afterwards. `poll`, `finish`, or the next save or load raises a failure
+        in the
+        background.
         """
         if not self.is_due(index, force):
             return None
@@ -342,7 +349,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return str(self.save_dir / name)
 
     def _named(self, checkpoint_state: Checkpoint, index: int) -> tuple[str, Checkpoint]:
-        """The name of the next checkpoint, and its state with the id of the run; the directory is prepared."""
+        """The name of the next checkpoint, and its state with the id of the run. It prepares the directory."""
         self.prepare()
         step, run_id = checkpoint_state.global_step, self.run_id
         name = self._free_name(f"{index:06d}" if step is None else f"{step:09d}", run_id)
@@ -350,23 +357,24 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return name, retention.preserve_pin(checkpoint, self.save_dir / name, self.args.file_prefix)
 
     def _retain(self, contents: Contents, name: str, size: int) -> None:
-        """Delete what need not be kept; in the background where that means to read much."""
+        """Delete checkpoints that need not be kept; in the background if that reads much."""
         if size > LARGE and self._retention.reads_back:
             self._background.start(f"verifying {name}", lambda _: self._retention.apply(contents))
         else:
             self._retention.apply(contents)
 
     def save_sharded(self, checkpoint_state: Checkpoint, index: int, force: bool, ranks: Ranks) -> str | None:
-        """As `save`, but all ranks call it, and each writes the rows that it has of the sharded tensors.
+        """`save` for a call on all ranks, each of which writes its rows of the sharded tensors.
 
         Either all parts become one checkpoint, or nothing does, and all ranks raise. With `async_save` each rank copies
-        its rows and writes them in a thread; the main process commits when all have written theirs.
+        its
+        rows and writes them in a thread; the main process commits after all have written theirs.
 
         Args:
             checkpoint_state: the state of this rank.
             index: as for `save`.
             force: as for `save`.
-            ranks: how the ranks talk.
+            ranks: the communication between the ranks.
         """
         if not self.is_due(index, force):
             return None
@@ -385,7 +393,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         try:
             name, temporary = ranks.on_main(begin, "beginning a checkpoint")
         except BaseException:
-            for directory, _ in opened:  # the others do not know of it
+            for directory, _ in opened:  # the other ranks have not got its name
                 directory.discard()
             raise
 
@@ -408,7 +416,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return str(self.save_dir / name)
 
     def _pack_rows(self, checkpoint: Checkpoint, ranks: Ranks) -> tuple[Payload, Layout]:
-        """What this rank writes, copied if it is written in the background; waits for the save before."""
+        """The data that this rank writes, copied if it is written in the background. It waits for the previous save."""
         self._wait_for_last()
         payload, layout = pack_rows(checkpoint, ranks.rank, ranks.size)
         return (payload.copy_into(self._buffers) if self.args.async_save else payload), layout
@@ -416,7 +424,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def _write_sharded(
         self, write: Callable[[threading.Event], Contents | None], name: str, size: int, ranks: Ranks
     ) -> None:
-        """Write the parts of all ranks now; the others wait for the main process, which commits."""
+        """Write the parts of all ranks now. The others wait for the main process, which commits."""
 
         def commit() -> None:
             contents = write(threading.Event())
@@ -436,7 +444,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         abandoned: threading.Event,
         failure: Exception | None,
     ) -> Contents:
-        """Commit what all ranks have written, on the main process, whose own part may have failed; or discard it."""
+        """Commit the parts of all ranks, on the main process, or discard them after a failure of any part."""
         try:
             if failure is not None:
                 raise failure
@@ -456,17 +464,17 @@ class DefaultCheckpointer(AbstractCheckpointer):
         try:
             yield
         except BaseException as error:
-            self._log(logging.ERROR, f"saving {name} in the background failed: {error}")  # perhaps nobody asks any more
+            self._log(logging.ERROR, f"saving {name} in the background failed: {error}")  # `poll` may never be called
             raise
 
     def _commit(self, payload: Payload, name: str, abandoned: threading.Event | None = None) -> Contents:
-        """Write a checkpoint; returns the contents of the directory afterwards."""
-        contents = scan(self.save_dir)  # the one look at all checkpoints: it costs more the more are kept
+        """Write a checkpoint. Returns the contents of the directory afterwards."""
+        contents = scan(self.save_dir)  # once for each save, because it reads all manifests
         path = commit(payload, self.save_dir, name, abandoned, self.lease, contents.highest + 1)
         return self._note_commit(path, contents)
 
     def _note_commit(self, path: Path, before: Contents) -> Contents:
-        """Tell of a checkpoint that is safe, and begin to scrub an older one if one is due."""
+        """Report a checkpoint that is safe, and begin to scrub an older one if one is due."""
         self._log(logging.INFO, f"saved {path}")
         self.on_commit(path)
         contents = before.including(path)
@@ -475,7 +483,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return contents
 
     def _wait_for_last(self) -> None:
-        """Wait for a save in the background, and say how long that took."""
+        """Wait for a save in the background, and log the time."""
         started, busy = time.perf_counter(), self._background.is_busy
         self._background.wait()
         if busy:
@@ -487,15 +495,15 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
     @property
     def last_save_s(self) -> float | None:
-        """How long the last save with `async_save` took until it was on the disk; None before it was."""
+        """Seconds of the last save with `async_save` until it was on the disk; None before the first one."""
         return self._last_save_s
 
     def poll(self) -> None:
-        """Raise what a save in the background has failed with."""
+        """Raise the error of a failed save in the background."""
         self._background.poll()
 
     def finish(self) -> None:
-        """Wait until everything is on the disk, and give the memory for copies back."""
+        """Wait until everything is on the disk, and release the memory of copies."""
         try:
             self._background.wait()
         finally:
@@ -504,13 +512,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 self._scrub.stop()
 
     def abandon(self) -> None:
-        """Stop writing; the unfinished directory is deleted, or never read."""
+        """Stop writing. The unfinished directory is deleted, or is never read."""
         self._background.abandon()
         if self._scrub is not None:
             self._scrub.stop()
 
     def save_aside(self, checkpoint_state: Checkpoint, name: str) -> str | None:
-        """Write `checkpoint_state` as `name`; it is loaded only if it is named."""
+        """Write `checkpoint_state` as `name`. It is loaded only by its name."""
         if not self.args.checkpoint:
             return None
         self._wait_for_last()
@@ -528,10 +536,11 @@ class DefaultCheckpointer(AbstractCheckpointer):
         metadata: dict[str, Any] | None = None,
         lineage: dict[str, Any] | None = None,
     ) -> str | None:
-        """Write an export of `model_state`; `load` never takes it for a point to resume from.
+        """Write an export of `model_state`. `load` never resumes from it.
 
-        The name is made of the prefix and the global step, or the index if the step is not known. An export of other
-        weights, or of another run, that has this name already is not replaced: the new one gets a number behind it.
+        The name consists of the prefix and the global step, or the index if the step is not known. An existing export
+        of other
+        weights or of another run with this name is not replaced: the new one gets a number at the end.
         """
         if not self.args.checkpoint:
             return None
@@ -556,20 +565,22 @@ class DefaultCheckpointer(AbstractCheckpointer):
     def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
         """Return the state to continue from; see `AbstractCheckpointer.load`.
 
-        The newest checkpoint is the one written last, whatever its step. When it is picked, damaged
-        ones are logged as warnings and passed over; if all are damaged, that is an error, also for
-        `"auto"`. One that is named is loaded or refused. Other checkpointers' prefixes do not count.
+        The newest checkpoint is the one that was written last, regardless of its step. When it is searched, damaged
+        ones are
+        logged as warnings and skipped; if all are damaged, that is an error, also for `"auto"`. A named checkpoint is
+        loaded
+        or refused. Checkpoints with another prefix do not count.
 
         Raises:
-            CheckpointNotFoundError, CheckpointDamagedError: as described there.
-            CheckpointMismatchError: a model export, a single file, or of a newer trainstack.
-            ConfigurationError: `resume` is none of these, or `delete_existing_checkpoints` would
-                delete what is to be loaded.
+            CheckpointNotFoundError, CheckpointDamagedError: see `AbstractCheckpointer.load`.
+            CheckpointMismatchError: it is a model export, a single file, or of a newer trainstack.
+            ConfigurationError: `resume` is none of these, or `delete_existing_checkpoints` would delete the checkpoint
+                to load.
         """
         return self._load(resume, read_checkpoint)[0]
 
     def load_deferred(self, resume: bool | str | os.PathLike[str] | None = None) -> tuple[Checkpoint, Path | None]:
-        """As `load`, and where the checkpoint lies; its large tensors are verified, and read where they are used."""
+        """`load`, with the path of the checkpoint. Its large tensors are verified now, and read at their use."""
         if type(self).load is not DefaultCheckpointer.load:
             return self.load(resume), None
         return self._load(resume, read_deferred)
@@ -591,10 +602,10 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return checkpoint, finder.found
 
     def _warn_missing_monitor(self, checkpoint: Checkpoint, force: bool) -> None:
-        """Say once that a checkpoint cannot be the best, where somebody asked for the best and none can be yet."""
+        """Warn once that a checkpoint cannot be the best, if the user requested the best and none had a value."""
         args, metrics = self.args, (checkpoint.metadata or {}).get("metrics", {})
         if args.monitor in metrics:
-            self._missed = True  # it is measured at times
+            self._missed = True  # it is measured, if not in each save
         elif self.asks_for_best and not self._missed and not force:
             self._missed = True
             self._log(
@@ -605,7 +616,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
             )
 
     def _clear(self, directory: Path) -> bool:
-        """Clear `directory` of leftovers; return False if that was done before."""
+        """Delete leftovers in `directory`. Returns False if that was done before."""
         if directory in self._prepared:
             return False
         self._prepared.add(directory)
@@ -620,7 +631,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return f"{name}.{self.args.file_ext}" if self.args.file_ext else name
 
     def _free_name(self, number: str, run_id: str | None) -> str:
-        """The name of a checkpoint; where an earlier run has one of that name, the run id is part of it."""
+        """The name of a checkpoint. If an earlier run has one with this name, the run id is appended."""
         name = self._name(number)
         before = read_entry(self.save_dir / name)
         if not isinstance(before, CheckpointInfo) or run_id is None or before.run_id == run_id:
@@ -634,7 +645,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
 
 def _same_export(one: Path, other: Path) -> bool:
-    """Whether one run has written equal files twice."""
+    """Whether two exports are from the same run and have equal files."""
     try:
         first, second = read_manifest(one), read_manifest(other)
         return (first.files, first.run_id) == (second.files, second.run_id)

@@ -21,9 +21,9 @@ class Difference:
 
     Attributes:
         where: such as "trainer_state.optimizers[0].state".
-        one, other: the values there, in words.
-        elements: of a tensor, how many differ; None where shapes or dtypes do.
-        max_abs: the largest magnitude of a difference; nan if one of the two is nan somewhere.
+        one, other: the values there, as text.
+        elements: of a tensor, the number of different elements; None if shapes or dtypes differ.
+        max_abs: the largest magnitude of a difference; nan if one of the two has a nan.
     """
 
     where: str
@@ -39,7 +39,7 @@ class Difference:
 
 
 def differences(one: Any, other: Any, root: str = "", place: tuple[Any, ...] = ()) -> Iterator[Difference]:
-    """Every leaf in which two trees of state differ; nan equals nan, and 0.0 is not -0.0."""
+    """Every leaf in which two state trees differ. nan equals nan, and 0.0 differs from -0.0."""
     mine, theirs = children(one), children(other)
     where = place_of(root, list(place))
     if mine is None or theirs is None or type(one) is not type(other):
@@ -79,12 +79,12 @@ def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One row of bytes an element."""
+    """The bytes of a tensor, one row for each element."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for anything else. Sets are put in order, since theirs means nothing."""
+    """Keys and values of a container; None for other objects. Sets are sorted, because their order has no meaning."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS:
@@ -101,7 +101,7 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def describe(value: Any) -> str:
-    """A leaf in a few words: tensors by dtype and shape, values as they are."""
+    """A leaf as a short text: tensors by dtype and shape, other values by their `repr`."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""The contents of a directory of checkpoints, judged by manifests alone."""
+"""The contents of a directory of checkpoints, read from manifests only."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class CheckpointInfo:
 
     Attributes:
         path: the directory.
-        name: the name it was written under.
+        name: the name under which it was written.
         kind: "checkpoint" to resume from, "model" for an export, or "begin" for the beginning of a run.
-        sequence: increases with every directory written next to it; the highest is the newest.
-        global_step: global steps finished, skipped ones included; None if unknown.
+        sequence: increases with every entry of the parent directory; the highest is the newest.
+        global_step: finished global steps, including skipped ones; None if unknown.
         created: UTC, ISO 8601.
         size: bytes in all files.
-        metrics: the values measured with these weights, by name. May hold inf and nan.
-        pinned: whether it is kept, however many others come.
+        metrics: the values measured with these weights, by name. May contain inf and nan.
+        pinned: whether it is kept regardless of the number of other checkpoints.
         run_id: identifies the run that wrote it; None if unknown.
         lease: the counter of the lease under which it was written; 0 without one.
     """
@@ -55,10 +55,10 @@ class Contents:
 
     Attributes:
         intact: checkpoints and exports with an intact manifest, newest first.
-        begun: the entries that the beginnings of runs have left, newest first.
+        begun: the entries for beginnings of runs, newest first.
         broken: damaged checkpoints and exports.
-        broken_begins: the same of beginnings of runs.
-        newer: written by a newer trainstack.
+        broken_begins: damaged entries for beginnings of runs.
+        newer: entries of a newer trainstack.
         odd: entries that are neither a file, nor a checkpoint, nor a readable folder, each with the reason.
     """
 
@@ -71,12 +71,12 @@ class Contents:
 
     @property
     def highest(self) -> int:
-        """The highest sequence number of all that can be read, or that the name of a damaged beginning tells."""
+        """The highest sequence number of all readable entries and in the names of damaged beginnings."""
         told = [number for path in self.broken_begins if (number := begin_number(path)) is not None]
         return max([0, *told, *(info.sequence for info in (*self.intact, *self.begun))])
 
     def including(self, path: Path) -> Contents:
-        """The same after this process has written the entry `path`, in place of one of that name if there was one."""
+        """The contents after this process has written the entry `path`, perhaps in place of one with the same name."""
         infos = [[info for info in found if info.path != path] for found in (self.intact, self.begun)]
         broken = {other: error for other, error in self.broken.items() if other != path}
         contents = replace(self, intact=infos[0], begun=infos[1], broken=broken)
@@ -88,24 +88,25 @@ class Contents:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the checkpoints and model exports in `directory`, oldest first.
 
-    Only manifests are read: `verify_checkpoint` says whether the files agree with them. Directories
-    without a readable manifest are left out; the reason is logged, once in a process.
+    Only manifests are read; `verify_checkpoint` compares the files with them. Directories without a readable manifest
+    are
+    omitted, and the reason is logged once in a process.
 
     Raises:
         CheckpointNotFoundError: `directory` does not exist.
     """
     root = local_path(directory, "directory")
     if not root.is_dir():
-        raise CheckpointNotFoundError(f"{root} is not a directory. Give the directory that holds checkpoints.")
+        raise CheckpointNotFoundError(f"{root} is not a directory. Write the directory that contains checkpoints.")
     contents = scan(root)
     name_odd_entries(contents, _logger.log)
     return contents.intact[::-1]
 
 
 def scan(directory: Path) -> Contents:
-    """Read every manifest in `directory`; an absent directory is an empty one.
+    """Read every manifest in `directory`. A missing directory counts as empty.
 
-    No entry makes it fail. A manifest that was read before is not read again while inode, size and times are equal.
+    A wrong entry does not raise. A manifest is not read again if its inode, size and times are unchanged.
 
     Raises:
         CheckpointError: the system refused to list the directory.
@@ -115,9 +116,9 @@ def scan(directory: Path) -> Contents:
         found = [entry for entry in os.scandir(directory) if not entry.name.startswith(temp_dirs.TEMPORARY)]
     except (FileNotFoundError, NotADirectoryError):
         return contents
-    except OSError as error:  # without its entries a run would begin again next to its checkpoints
+    except OSError as error:  # if it counted as empty, a run would begin newly next to its checkpoints
         raise CheckpointError(
-            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. Mend the folder, or name "
+            f"the checkpoints in {directory} cannot be listed: {error.strerror or error}. Repair the folder, or name "
             "another one."
         ) from error
     for place in sorted(entry.path for entry in found if not _is_plain(entry)):
@@ -155,22 +156,22 @@ def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
 
 
 Entry = CheckpointInfo | CheckpointDamagedError | CheckpointMismatchError | str | None
-"""The kind of an entry of a directory; a text describes an unusual entry, and None is a folder of something else."""
+"""The kind of an entry of a directory. A text describes an unusual entry; None is a folder with other content."""
 
 _known: dict[str, tuple[tuple[int, ...], Path, Entry]] = {}
-"""The entries read so far by path, with inode, size and times of the manifest at that time."""
+"""The entries that were read, by path, with inode, size and times of their manifests."""
 
 _COARSE_S = 0.1
-"""A file that changed so recently may change again without another time: systems count in ticks of some ms."""
+"""A file that changed more recently may change again with the same time: systems count in ticks of some ms."""
 
 
 def read_entry(path: Path) -> Entry:
-    """Return the kind of `path`, an entry of a directory; never raises."""
+    """Return the kind of `path`, an entry of a directory. Never raises."""
     return _look_at(os.fspath(path))[1]
 
 
 def _look_at(place: str) -> tuple[Path, Entry]:
-    """As `read_entry`. A text comes in, and the `Path` made before goes out: one takes longer to make than all else."""
+    """`read_entry` of a text. It returns the `Path` of an earlier call, because making one takes most of the time."""
     try:
         status = os.stat(f"{place}/{manifest.FILE_NAME}")
     except OSError as error:
@@ -188,7 +189,7 @@ def _look_at(place: str) -> tuple[Path, Entry]:
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:
-    """Inode, size and times of a file: equal for a file that was not written since."""
+    """Inode, size and times of a file. They are equal if the file was not written in between."""
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -212,7 +213,7 @@ def _read_entry(path: Path) -> Entry:
     except OSError as error:
         return _unreadable(path, error)
     if not manifest.is_manifest(data) and not _has_tree(path):
-        return f"its {manifest.FILE_NAME} is none of trainstack"
+        return f"its {manifest.FILE_NAME} is not one of trainstack"
     try:
         return info_of(path, manifest.parse(data, path / manifest.FILE_NAME))
     except (CheckpointDamagedError, CheckpointMismatchError) as error:
@@ -234,26 +235,26 @@ _named: set[tuple[Path, str]] = set()
 
 
 def name_odd_entries(contents: Contents, say: Callable[[int, str], None]) -> None:
-    """Describe each unusual entry, once in this process."""
+    """Log each unusual entry, once in this process."""
     for path, reason in contents.odd.items():
         if (path, reason) not in _named:
             _named.add((path, reason))
-            say(logging.WARNING, f"passing over {printable(path)}: {reason}.")
+            say(logging.WARNING, f"skipping {printable(path)}: {reason}.")
 
 
 def printable(path: Path) -> str:
-    """`path` as text that every stream takes."""
+    """`path` as text that can be written to every stream."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def is_checkpoint_directory(path: Path) -> bool:
-    """Say whether `path` holds a checkpoint, an export or the beginning of a run of ours, perhaps a damaged one."""
+    """Return whether `path` is a checkpoint, an export or a beginning of a run of trainstack, even a damaged one."""
     entry = read_entry(path)
     return entry is not None and not isinstance(entry, str)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the directory `path`; raises as `manifest.parse` does."""
+    """Return the manifest of the directory `path`. Raises as `manifest.parse` does."""
     return manifest.read(path / manifest.FILE_NAME)
 
 
@@ -275,7 +276,7 @@ def info_of(path: Path, content: Manifest) -> CheckpointInfo:
 
 
 def has_its_files(info: CheckpointInfo) -> bool:
-    """Say whether the files of a checkpoint are there in the sizes that its manifest names; reads none of them."""
+    """Return whether the files of a checkpoint exist with the sizes in its manifest. It does not read them."""
     try:
         records = read_manifest(info.path).files
         return all((info.path / name).stat().st_size == record.size for name, record in records.items())
@@ -287,12 +288,12 @@ _BEGIN = re.compile(r"(?P<prefix>.+)-begin-(?P<number>\d{9,})")
 
 
 def begin_name(prefix: str, sequence: int) -> str:
-    """The name of the entry that says that a run began."""
+    """The name of the entry for the beginning of a run."""
     return f"{prefix}-begin-{sequence:09d}"
 
 
 def beginnings(contents: Contents, prefix: str) -> dict[Path, str | None]:
-    """The entries, damaged ones too, that say that runs with this prefix began, and the ids of these runs."""
+    """The entries for beginnings of runs with this prefix, including damaged ones, and the ids of these runs."""
     found = {**{info.path: info.run_id for info in contents.begun}, **dict.fromkeys(contents.broken_begins)}
     return {path: run_id for path, run_id in found.items() if begin_number(path, prefix) is not None}
 
@@ -307,10 +308,10 @@ _NUMBER = re.compile(r"-\d+(\..+)?")
 
 
 def has_prefix(name: str, prefix: str) -> bool:
-    """Say whether a checkpointer with `prefix` gives names such as `name` to checkpoints."""
+    """Return whether `name` has the form of a checkpoint of a checkpointer with `prefix`."""
     return name.startswith(prefix) and _NUMBER.fullmatch(name, len(prefix)) is not None
 
 
 def name_of(path: Path) -> str:
-    """Return the name that a directory was written under, as its path tells it."""
+    """Return the name under which a directory was written, from its path."""
     return temp_dirs.original_name(path) or path.name

@@ -26,7 +26,7 @@ SPARSE_LAYOUTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""The methods of a sparse tensor that give its parts. Those of `sparse_coo` work on uncoalesced tensors as well."""
+"""The methods of a sparse tensor that return its parts. Those of `sparse_coo` also work on uncoalesced tensors."""
 
 NATIVE: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -48,14 +48,14 @@ NATIVE: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-"""dtypes that safetensors knows, with their names in its header."""
+"""The dtypes of safetensors, with their names in its header."""
 
 AS_BYTES: dict[torch.dtype, str] = {
     getattr(torch, name): name
     for name in ("complex128", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 }
-"""dtypes stored as a flat row of bytes; the JSON tree remembers dtype and shape."""
+"""dtypes that are stored as flat bytes; the JSON tree has dtype and shape."""
 
 BY_NATIVE_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in NATIVE.items()}
 BY_BYTES_NAME: dict[str, torch.dtype] = {name: dtype for dtype, name in AS_BYTES.items()}
@@ -69,13 +69,13 @@ LAYOUTS: dict[str, torch.layout] = {str(layout).removeprefix("torch."): layout f
 
 
 def type_name(value: Any) -> str:
-    """Return the type of `value` with its module, as a message names it."""
+    """Return the type of `value` with its module, for a message."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def explain_refusal(where: str, value: Any) -> str:
-    """Return the sentence for a value that the format does not hold."""
+    """Return the error message for a value that the format cannot store."""
     if isinstance(value, Enum):
         advice = "Store its .value or its .name in get_state()."
     elif isinstance(value, torch.Generator):
@@ -85,14 +85,14 @@ def explain_refusal(where: str, value: Any) -> str:
     elif isinstance(value, torch.Tensor):
         advice = (
             "Convert it in get_state() to a plain torch.Tensor of a standard dtype, or register a buffer with "
-            "persistent=False. A frozen parameter is left out by DefaultCheckpointerArguments(keep_frozen=False)."
+            "persistent=False. DefaultCheckpointerArguments(keep_frozen=False) omits frozen parameters."
         )
     elif type(value) is defaultdict:
         known = ", ".join(name for name in format.FACTORIES if name is not None)
-        advice = f"Return dict(...) of it in get_state(), or take one of these factories: {known}."
+        advice = f"Return dict(...) of it in get_state(), or use one of these factories: {known}."
     else:
         advice = "Convert it in get_state() to tensors, numbers, strings, lists or dicts."
-    return f"{where} holds a {_kind_of(value)}, which a checkpoint cannot store. {advice}"
+    return f"{where} contains a {_kind_of(value)}, which a checkpoint cannot store. {advice}"
 
 
 def _kind_of(value: Any) -> str:
@@ -102,7 +102,7 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{type_name(value)} of dtype {value.dtype}"
     if type(value) is defaultdict:
-        return f"{type_name(value)} with a factory of its own"
+        return f"{type_name(value)} with a custom factory"
     return type_name(value)
 
 
@@ -110,13 +110,13 @@ def tensor_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that two tensors share if they are the same view of the same memory."""
     is_plain = tensor.layout is torch.strided and not isinstance(tensor, DeferredTensor)
     if tensor.numel() == 0 or not is_plain or inner_tensors(tensor) is not None:
-        return ("without memory of its own", id(tensor))
+        return ("without separate memory", id(tensor))
     view = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
     return (tensor.device, tensor.untyped_storage().data_ptr(), *view, tensor.is_conj(), tensor.is_neg())
 
 
 def is_storable(tensor: torch.Tensor) -> bool:
-    """Whether the format holds tensors of this layout."""
+    """Whether the format can store tensors of this layout."""
     known = tensor.layout is torch.strided or tensor.layout in SPARSE_LAYOUTS
     return (
         known
@@ -126,12 +126,12 @@ def is_storable(tensor: torch.Tensor) -> bool:
 
 
 def array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return `array` as a tensor: shared memory where that is safe, raw bytes for dtypes torch lacks."""
+    """Return `array` as a tensor: with shared memory if that is safe, as raw bytes for dtypes that torch lacks."""
     if not (array.flags.c_contiguous and array.flags.writeable and array.flags.aligned):
         array = np.array(array, order="C", copy=True)
     try:
         return torch.from_numpy(array)
-    except (TypeError, ValueError):  # text, dates, foreign byte order: kept as bytes with their dtype
+    except (TypeError, ValueError):  # text, dates, foreign byte order: stored as bytes with their dtype
         return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
@@ -149,15 +149,17 @@ def describe(root: str, place: list[Any]) -> str:
 
 
 class StateEncoder:
-    """Encodes any number of state trees; a tensor that several of them share is stored once.
+    """Encodes any number of state trees. A tensor that several of them share is stored once.
 
-    The encoder keeps the encoded values alive, and copies nothing but numpy arrays that are
-    read-only or not contiguous.
+    The encoder keeps references to the encoded values, and copies only numpy arrays that are read-only or not
+    contiguous.
 
     Args:
-        taken: names that no tensor may get, and to which those of this encoder are added. Encoders that share it give
-            names that differ.
-        sharded: take sharded tensors too. The trees have their whole shapes, and `pop_tensors` gives them as they are.
+        taken: names that no tensor may get, and to which the names of this encoder are added. Encoders that share it
+            use
+            different names.
+        sharded: accept sharded tensors too. The trees have their whole shapes, and `pop_tensors` returns them
+            unchanged.
     """
 
     def __init__(self, taken: set[str] | None = None, *, sharded: bool = False) -> None:
@@ -178,16 +180,16 @@ class StateEncoder:
         Args:
             value: the state. Exact types only: a subclass of dict is not a dict here.
             root: the name of the state in error messages.
-        prefix: of the names of its tensors.
+            prefix: of the names of its tensors.
 
         Raises:
-            UnsupportedStateError: naming the place in the tree and the type found there.
+            UnsupportedStateError: an object cannot be stored. The message has its place in the tree and its type.
         """
         self._root, self._prefix, self._place = root, prefix, []
         return self._encode(value)
 
     def pop_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors met since the last call, detached, on their own devices."""
+        """Return the tensors since the last call, detached, on their devices."""
         taken, self._tensors = self._tensors, {}
         return taken
 
@@ -198,7 +200,7 @@ class StateEncoder:
             bool: same,
             str: same,
             int: lambda v: v if -(2**63) <= v < 2**63 else _tag(format.INT, hex=hex(v)),
-            float: lambda v: v if v - v == 0.0 else _tag(format.FLOAT, value=repr(v)),
+            float: lambda v: v if v - v == 0.0 else _tag(format.FLOAT, value=repr(v)),  # inf - inf is nan
             complex: lambda v: _tag(format.COMPLEX, parts=[self._encode(v.real), self._encode(v.imag)]),
             bytes: lambda v: _tag(format.BYTES, base64=_base64(v)),
             bytearray: lambda v: _tag(format.BYTEARRAY, base64=_base64(v)),
@@ -218,7 +220,7 @@ class StateEncoder:
             torch.nn.Parameter: self._tensor,
             DeferredTensor: self._tensor,
             np.ndarray: self._array,
-            np.str_: lambda v: _tag(format.NUMPY_TEXT, value="".join(v)),  # str(v) drops zeros at the end
+            np.str_: lambda v: _tag(format.NUMPY_TEXT, value="".join(v)),  # str(v) would drop zeros at the end
             np.bytes_: lambda v: _tag(format.NUMPY_BYTES, base64=_base64(bytes(list(v)))),
         }
 
@@ -290,7 +292,7 @@ class StateEncoder:
             parts = ([self._prefix] if self._prefix else []) + [str(part) for part in self._place]
             readable = ".".join(parts).encode("utf-8", "replace").decode() or "tensor"
             name, count = readable, 1
-            while name in self._taken:  # a readable name that no other tensor of the checkpoint has
+            while name in self._taken:  # readable, and unique in the checkpoint
                 count += 1
                 name = f"{readable}#{count}"
             self._taken.add(name)

@@ -10,7 +10,7 @@ Made = TypeVar("Made")
 
 
 def build(cls: type[Made], body: Any, **given: Any) -> Made:
-    """Return the dataclass `cls` made of the JSON object `body`, whose other keys are ignored.
+    """Return the dataclass `cls` made from the JSON object `body`, whose other keys are ignored.
 
     Integers are at least 0 and below 2^63: sizes, counters and sequence numbers.
 
@@ -18,10 +18,10 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
         cls: a dataclass; its fields have the types str, int, bool, float (finite), Any, literals, optional ones, and
             lists and dicts of those.
         body: the result of a JSON parser.
-        given: fields that are not taken from `body`.
+        given: values of fields that are not read from `body`.
 
     Raises:
-        ValueError: naming the first field that is absent or of another type.
+        ValueError: a field is absent or has another type. The message names the first one.
     """
     if type(body) is not dict:
         raise ValueError(f"it is a {type(body).__name__}, not an object")
@@ -41,7 +41,7 @@ _known: dict[type, dict[str, tuple[Any, bool]]] = {}
 
 
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
-    """Type of each field, and whether it has no default."""
+    """The type of each field, and whether it has no default."""
     if cls in _known:
         return _known[cls]
     hints = get_type_hints(cls)
@@ -53,7 +53,7 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
 
 
 def fits_type(value: Any, hint: Any) -> bool:
-    """Say whether `value`, which a JSON parser returned, is of the type `hint`."""
+    """Return whether `value`, a result of a JSON parser, has the type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -75,7 +75,7 @@ def fits_type(value: Any, hint: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """`value` in a few characters, for a message."""
+    """`value` as a short text for a message."""
     if isinstance(value, (dict, list)):
         return f"a {type(value).__name__} of {len(value)}"
     if type(value) is int and value.bit_length() > 200:

@@ -1,4 +1,4 @@
-"""Every call that changes the file system, one function each, so that tests can make any of them fail."""
+"""The calls that change the file system, one function each, so that tests can make any of them fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainstack._files import sync_directory as sync_directory
 
 
 def make_directory(path: Path) -> None:
-    """Create `path`, whose parent exists; fails if it is there."""
+    """Create `path`, whose parent exists. Raises FileExistsError if it exists."""
     os.mkdir(path, folder_mode(path))
 
 
@@ -23,7 +23,7 @@ def open_new(path: Path) -> BinaryIO:
     def create(name: str, flags: int) -> int:
         return os.open(name, flags, file_mode(name))
 
-    return open(path, "xb", buffering=1 << 20, opener=create)  # small pieces go to the system in writes of 1 MiB
+    return open(path, "xb", buffering=1 << 20, opener=create)  # 1 MiB: combines small writes into few system calls
 
 
 def write(handle: BinaryIO, data: bytes | memoryview) -> None:
@@ -43,7 +43,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Move a file within its directory, in place of `target` if there is one."""
+    """Move a file within its directory, replacing `target` if it exists."""
     os.replace(source, target)
 
 
@@ -64,9 +64,7 @@ def free_bytes(path: Path) -> int | None:
     except OSError as error:
         if not is_unsupported(error):
             raise
-        warn_once(
-            "space", f"the file system of {path} does not say how much space is free, so a save may fail half-way"
-        )
+        warn_once("space", f"the file system of {path} does not report its free space, so a save may fail half-way")
         return None
     return usage.free if usage.total else None
 

@@ -1,7 +1,7 @@
-"""Tags of the checkpoint format, and the decoder of plain values. Needs neither torch nor numpy.
+"""Tags of the checkpoint format, and the decoder of plain values. It needs neither torch nor numpy.
 
-A value that JSON lacks is an object `{"$type": <tag>, ...}`. A user's own dict that has the key
-`"$type"` is written as the tag `DICT`, with its items in a list, so nothing can be mistaken.
+A value that JSON lacks is an object `{"$type": <tag>, ...}`. A dict of the user with the key `"$type"` is written with
+the tag `DICT` and a list of its items, so the two cannot be confused.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ FACTORIES: dict[str | None, Callable[[], Any] | None] = {None: None, **{kind.__n
 """The allowed values of the `default_factory` of a defaultdict, by name."""
 
 MAX_DEPTH = 128
-"""How deep a state may nest; deeper ones would exhaust the stack of a JSON parser."""
+"""The deepest nesting of a state; deeper ones would exhaust the stack of a JSON parser."""
 
 MAX_DIMENSIONS = 64
-"""How many dimensions a tensor may have; torch computes with no more."""
+"""The largest number of dimensions of a tensor; torch's operations allow no more."""
 
 ITEM_BYTES = {
     "F64": 8,
@@ -82,7 +82,7 @@ ITEM_BYTES = {
 """Bytes of an element, by the name of the dtype in the header of a safetensors file."""
 
 RESERVED = "__metadata__"
-"""The key of such a header that names no tensor."""
+"""The key of such a header that does not name a tensor."""
 
 STATES = (
     "module_interface_state",
@@ -92,20 +92,20 @@ STATES = (
     "history_state",
     "callback_states",
 )
-"""The fields of `Checkpoint` that may hold tensors and that all ranks share."""
+"""The fields of `Checkpoint` that may contain tensors and that all ranks share."""
 
 RANK_STATES = "rank_states"
-"""The field of `Checkpoint` that has one state for each rank, each in separate files. In the tree: their number."""
+"""The field of `Checkpoint` with one state for each rank, each in separate files. In the tree: their number."""
 
 MODEL_STATE = "model_state"
-"""The state of an export, in the tree."""
+"""The key of the state of an export in the tree."""
 
 
 def check_shape(shape: Any) -> int:
     """Return the number of elements of a tensor of this shape.
 
     Raises:
-        ValueError: torch has no such tensors, not even without elements.
+        ValueError: torch does not allow this shape, not even without elements.
     """
     if type(shape) is not list or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"the shape is not a list of at most {MAX_DIMENSIONS} lengths")
@@ -117,14 +117,14 @@ def check_shape(shape: Any) -> int:
 
 
 def are_versions(value: Any) -> bool:
-    """Return whether `value` has the form of `_metadata` of `Module.state_dict`: a dict for each part of the module."""
+    """Return whether `value` has the form of `_metadata` of `Module.state_dict`: a dict for each submodule."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(part, dict) for name, part in value.items()
     )
 
 
 class PlainDecoder:
-    """Decodes JSON trees whose values are plain: those of Python itself."""
+    """Decodes JSON trees whose values are plain objects of Python."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Callable[[dict[str, Json]], Any]] = {
@@ -148,15 +148,15 @@ class PlainDecoder:
         """Return the state tree.
 
         Raises:
-            CheckpointDamagedError: the tree is not one that `StateEncoder` writes.
-            ConfigurationError: it holds a tensor subclass that is not registered, or whose package is missing.
+            CheckpointDamagedError: the tree is not a result of `StateEncoder`.
+            ConfigurationError: it contains a tensor subclass that is not registered, or whose package is missing.
         """
         self._depth = 0
         try:
             return self._decode(tree)
         except ConfigurationError:  # a class is not registered
             raise
-        except Exception as error:  # the tree may come from anywhere, and torch and numpy raise errors of any class
+        except Exception as error:  # the tree may be of any origin, and torch and numpy raise errors of any class
             raise CheckpointDamagedError(
                 f"the state tree cannot be decoded ({type(error).__name__}: {str(error)[:300]}). "
                 "It was not written by this version of trainstack: load another checkpoint."
@@ -165,7 +165,7 @@ class PlainDecoder:
     def _decode(self, tree: Json) -> Any:
         if type(tree) not in (list, dict):
             return tree
-        if self._depth > 2 * MAX_DEPTH:  # tuples in keys count here, and not in the encoder
+        if self._depth > 2 * MAX_DEPTH:  # twice, because the encoder does not count tuples in keys
             raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
         self._depth += 1
         if type(tree) is list:
@@ -179,7 +179,7 @@ class PlainDecoder:
 
     def _items(self, trees: list[Json]) -> list[Any]:
         if type(trees) is not list:
-            raise ValueError(f"a {type(trees).__name__} stands where a list should")
+            raise ValueError(f"a {type(trees).__name__} is in the place of a list")
         return [self._decode(tree) for tree in trees]
 
     def _hashed(self, trees: list[Json]) -> list[Any]:
@@ -206,25 +206,25 @@ def bytes_of(fields: dict[str, Json]) -> bytes:
 
 
 def text_of(value: Json) -> str:
-    """`value`, which has to be a text."""
+    """Return `value`, which has to be a text."""
     if type(value) is not str:
-        raise ValueError(f"a {type(value).__name__} stands where a text should")
+        raise ValueError(f"a {type(value).__name__} is in the place of a text")
     return value
 
 
 def _length(value: Json) -> int | None:
     if value is not None and (type(value) is not int or not 0 <= value <= sys.maxsize):
-        raise ValueError(f"maxlen={short(value)} is no length")
+        raise ValueError(f"maxlen={short(value)} is not a length")
     return value
 
 
 _SAME_HASH = 100
-"""How many keys of a dict or items of a set may have one hash. -1 and -2 have one; more come from an attacker."""
+"""The largest number of keys of a dict or items of a set with one hash. -1 and -2 share one; more are an attack."""
 
 
 def _check_hashes(items: list[Any]) -> None:
-    """Refuse items that would make a set or dict compare each of them with each other."""
-    if len(items) > _SAME_HASH and not all(type(item) is str for item in items):  # those of texts are random
+    """Refuse items with equal hashes, for which building a set or dict takes quadratic time."""
+    if len(items) > _SAME_HASH and not all(type(item) is str for item in items):  # hashes of strings are randomized
         most = max(Counter(map(hash, items)).values())
         if most > _SAME_HASH:
             raise ValueError(f"{most:,} keys of a dict or items of a set have the same hash")
@@ -232,5 +232,5 @@ def _check_hashes(items: list[Any]) -> None:
 
 def _versions(value: Any) -> Any:
     if not are_versions(value):
-        raise ValueError("the versions of modules are no dict of dicts")
+        raise ValueError("the versions of modules are not a dict of dicts")
     return value

@@ -1,11 +1,11 @@
-"""What is known of a tensor file without its tensors: the header, and the chunk hashes by name and range of elements.
+"""The index of a tensor file: its header, and the hashes of its chunks by tensor name and range of elements.
 
 The header is that of the safetensors format: 8 bytes of its length, and JSON with dtype, shape and offsets of each
 tensor. A chunk has `CHUNK_BYTES` of the contiguous row-major bytes of a tensor; the last one may be shorter. So the
-chunks of a tensor depend on its values, dtype and shape alone, and not on its place in files or on ranks.
+chunks of a tensor depend only on its values, dtype and shape, and not on its position in files or on ranks.
 
-In format version 3 each tensor lies in the files of several processes, a run of rows in each. There a `RowGrid` cuts
-the chunks. A file may have a part of a chunk; the index has the hash of that part, and that of the whole chunk besides.
+In format version 3 the rows of each tensor are distributed over the files of several processes. There a `RowGrid`
+determines the chunks. If a file has a part of a chunk, the index has the hash of that part and that of the whole chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorEntry:
         dtype: its name in the header of a safetensors file.
         shape: of the tensor in the file.
         chunks: hashes by range of elements of the whole tensor, such as `"0:1048576"`, in ascending order.
-        whole: the shape of the whole tensor, of which the file has a run of rows; None in format version 2.
+        whole: the shape of the whole tensor, of which the file has consecutive rows; None in format version 2.
         first: the first of these rows.
     """
 
@@ -73,11 +73,11 @@ class TensorEntry:
 
     @property
     def grid(self) -> RowGrid:
-        """The cuts of format version 3."""
+        """The chunks of format version 3."""
         return RowGrid.of(self.shape if self.whole is None else self.whole, self.item_size)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """First byte and end of each chunk, or part of one, in the whole tensor; without elements, one without bytes"""
+        """First byte and end of each chunk, or part of one, in the whole tensor. Without elements, one empty span."""
         if self.whole is None:
             for first, end in ranges(math.prod(self.shape), self.item_size):
                 yield first * self.item_size, end * self.item_size
@@ -91,7 +91,7 @@ class TensorEntry:
         return f"{span[0] // self.item_size}:{span[1] // self.item_size}"
 
     def digest_at(self, start: int) -> Callable[[memoryview], str]:
-        """Computes the hash of the chunk, or of the part of one, that begins at this byte of the whole tensor."""
+        """The hash function of the chunk, or part of one, that begins at this byte of the whole tensor."""
         return digest if self.whole is None else partial(self.grid.digest, start=start)
 
 
@@ -108,7 +108,7 @@ class FileIndex:
     tensors: dict[str, TensorEntry]
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as an index has it."""
+        """The entry in the form of an index."""
         tensors = {}
         for name, entry in self.tensors.items():
             rows = {} if entry.whole is None else {"whole": entry.whole, "first": entry.first}
@@ -117,12 +117,12 @@ class FileIndex:
 
     @property
     def combined(self) -> str:
-        """The hash that a manifest has of the file: of all its hashes in the order of its bytes, a line each."""
+        """The hash of the file in a manifest: of all its hashes in the order of its bytes, one in each line."""
         hashes = (value for entry in self.tensors.values() for value in entry.chunks.values())
         return digest("\n".join([self.header, *hashes]).encode())
 
     def chunks(self, start: int, targets: Mapping[str, memoryview] | None = None) -> Iterator[Chunk]:
-        """The parts of the file that hold tensors; the first begins at `start`. `targets` take the bytes by name."""
+        """The chunks with the tensors of the file; the first is at `start`. `targets` receive the bytes, by name."""
         for name, entry in self.tensors.items():
             view = None if targets is None else targets.get(name)
             total = math.prod(entry.shape if entry.whole is None else entry.whole)
@@ -136,14 +136,14 @@ class FileIndex:
 
 
 def ranges(elements: int, item_size: int) -> Iterator[tuple[int, int]]:
-    """First element and end of each chunk; a tensor without elements has one chunk without bytes."""
+    """First element and end of each chunk. A tensor without elements has one chunk without bytes."""
     step = CHUNK_BYTES // item_size
     for first in range(0, max(elements, 1), step):
         yield first, min(first + step, elements)
 
 
 def render(files: Mapping[str, FileIndex], joined: Joined | None = None) -> bytes:
-    """Return the bytes of the index of these tensor files, by name; `joined` as in `root_of`."""
+    """Return the bytes of the index of these tensor files, by name; see `root_of` for `joined`."""
     return render_listing(
         {file: one.to_json() for file, one in files.items()}, {} if joined is None else {"joined": joined}
     )
@@ -156,15 +156,15 @@ def render_listing(files: Mapping[str, Any], more: Mapping[str, Any]) -> bytes:
 
 
 Joined = dict[str, dict[str, str]]
-"""The hashes of the chunks of which several files have a part, by tensor and range of elements."""
+"""The hashes of the chunks that are divided over several files, by tensor and range of elements."""
 
 
 def root_of(files: Iterable[FileIndex], joined: Joined | None = None) -> str:
-    """Return the hash over all chunks of all tensors, ordered by name and range, whatever their files are.
+    """Return the hash over all chunks of all tensors, ordered by name and range, independent of their files.
 
     Args:
         files: of the checkpoint.
-        joined: the hashes of chunks of which several files have a part; None in format version 2.
+        joined: the hashes of chunks that are divided over several files; None in format version 2.
     """
     entries = sorted(
         (item for file in files for item in file.tensors.items()), key=lambda item: (item[0], item[1].first)
@@ -190,18 +190,18 @@ def root_of(files: Iterable[FileIndex], joined: Joined | None = None) -> str:
 
 
 def parse(data: bytes, path: Path) -> dict[str, FileIndex]:
-    """Return the index in `data`, the content of the file `path`, every field validated.
+    """Return the index in `data`, the content of the file `path`, with every field validated.
 
     Raises:
-        CheckpointDamagedError: it is not one that `render` returns.
+        CheckpointDamagedError: it is not a result of `render`.
     """
     return _parsed(data, path, sharded=False)[0]
 
 
 def parse_sharded(data: bytes, path: Path) -> tuple[dict[str, FileIndex], Joined]:
-    """As `parse`, of format version 3; also the hashes of the chunks of which several files have a part.
+    """`parse` for format version 3; also returns the hashes of the chunks that are divided over several files.
 
-    The rows in the files are those of whole tensors, each once.
+    It checks that the files contain each row of each whole tensor once.
     """
     files, body = _parsed(data, path, sharded=True)
     try:
@@ -233,10 +233,10 @@ def runs_of(files: Mapping[str, FileIndex]) -> dict[str, list[TensorEntry]]:
 
 
 def check_runs(name: str, entries: list[TensorEntry]) -> None:
-    """Refuse entries, in the order of their rows, that are not the rows of one tensor, each once.
+    """Refuse entries, in the order of their rows, that do not contain each row of one tensor once.
 
     Raises:
-        ValueError: naming the tensor and the first row that is absent or there twice.
+        ValueError: the message names the tensor and the first row that is missing or occurs twice.
     """
     whole, row = entries[0].whole, 0
     for entry in entries:
@@ -250,14 +250,14 @@ def check_runs(name: str, entries: list[TensorEntry]) -> None:
 
 
 def split_chunks(entry: TensorEntry) -> Iterator[tuple[int, int]]:
-    """The chunks of which `entry` has a part only; at most the first and the last."""
+    """The chunks of which `entry` has only a part; at most the first and the last."""
     for span in entry.spans() if entry.size else ():
         if (chunk := entry.grid.chunk_at(span[0])) != span:
             yield chunk
 
 
 def parse_part(data: bytes, path: Path) -> tuple[dict[str, FileIndex], dict[str, Any]]:
-    """The files that one rank has listed for the main process, and all that it has listed; raises as `parse`."""
+    """The files in the listing of one rank for the main process, and the whole listing. Raises as `parse` does."""
     return _parsed(data, path, sharded=True)
 
 
@@ -292,22 +292,22 @@ def _entry(name: str, body: Any, sharded: bool) -> TensorEntry:
         raise ValueError(f"the dtype or shape of {short(name)} is unknown")
     if sharded:
         _check_rows(name, entry)
-    count = max(1, -(-entry.size // CHUNK_BYTES))  # the least; a shape may claim more chunks than memory has room for
+    count = max(1, -(-entry.size // CHUNK_BYTES))  # a lower bound, because a shape may claim any number of chunks
     if not count <= len(entry.chunks) <= 2 * count + 2 or not all(map(is_digest, entry.chunks.values())):
         raise ValueError(f"the chunks of {short(name)} are not those of its shape")
     if list(entry.chunks) != list(map(entry.key, islice(entry.spans(), len(entry.chunks) + 1))):
-        raise ValueError(f"the chunks of {short(name)} have other borders than those of its shape")
+        raise ValueError(f"the chunks of {short(name)} have other bounds than those of its shape")
     return entry
 
 
 def _check_rows(name: str, entry: TensorEntry) -> None:
-    """Refuse a shape that is not that of a run of rows of the whole tensor."""
+    """Refuse a shape that cannot be that of consecutive rows of the whole tensor."""
     whole = entry.whole
     if whole is None or (check_shape(entry.shape) == 0) != (check_shape(whole) == 0):
         raise ValueError(f"{short(name)} has no rows")
     rows = entry.shape[0] if entry.shape else 1
     if whole[1:] != entry.shape[1:] or len(whole) != len(entry.shape) or entry.first + rows > (whole[:1] or [1])[0]:
-        raise ValueError(f"the rows of {short(name)} are none of the whole tensor")
+        raise ValueError(f"the rows of {short(name)} are not rows of the whole tensor")
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
@@ -321,28 +321,28 @@ Layout = list[tuple[str, str, list[int]]]
 
 
 def render_header(entries: Mapping[str, TensorEntry]) -> bytes:
-    """Return the header of a file with these tensors, its length included."""
+    """Return the header of a file with these tensors, including its length."""
     header: dict[str, Any] = {RESERVED: {"format": "pt"}}
     start = 0
     for name, entry in entries.items():
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, start + entry.size]}
         start += entry.size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so the data begins aligned
+    text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes, the largest element size
     return len(text).to_bytes(8, "little") + text
 
 
 def check_tensors(path: Path, record: FileRecord, index: FileIndex | None, pace: PaceFn | None = None) -> None:
-    """Read a tensor file and compare all its hashes; keeps no tensor in memory.
+    """Read a tensor file and compare all its hashes. It keeps no tensor in memory.
 
     Args:
         path: of the file.
-        record: what the manifest says of it.
-        index: what the index says of it; None for a checkpoint of format version 1, which has none.
-        pace: may slow the reading down.
+        record: its entry in the manifest.
+        index: its entry in the index; None for a checkpoint of format version 1, which has no index.
+        pace: may slow down the reading.
 
     Raises:
-        CheckpointDamagedError: size, header or a tensor are not as they were written.
+        CheckpointDamagedError: size, header or a tensor differ from the written ones.
     """
     if index is None:
         check_file(path, record, pace)
@@ -353,7 +353,7 @@ def check_tensors(path: Path, record: FileRecord, index: FileIndex | None, pace:
 
 
 def read_header(reader: CheckedReader, index: FileIndex | None) -> Layout:
-    """Read the header and return its tensors in file order; they fill the file without a gap."""
+    """Read the header and return its tensors in file order. It checks that they fill the file without a gap."""
     try:
         length_bytes = reader.read(8)
         length = int.from_bytes(length_bytes, "little")
@@ -382,7 +382,7 @@ def _agree(layout: Layout, index: FileIndex) -> bool:
 def _parse_header(text: bytes, available: int) -> Layout:
     entries = json.loads(text)
     if type(entries) is not dict:
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     entries.pop(RESERVED, None)
     places = [(_place(name, entry), name) for name, entry in entries.items()]
     position = 0

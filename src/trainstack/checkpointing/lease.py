@@ -1,8 +1,9 @@
-"""`Lease` makes one process the owner of the directories that a run writes.
+"""`Lease` makes one process the owner of the directories to which a run writes.
 
-Each lease is a file `.lease-<counter>.json`, and the one with the highest counter is valid. A process takes a lease
-by a link of the next counter: of several that try, one succeeds, on network file systems too. Nothing is locked.
-The owner writes a heartbeat into its file. Others compare two reads by their own clock, since clocks of hosts differ.
+Each lease is a file `.lease-<counter>.json`, and the one with the highest counter is valid. A process acquires a lease
+by making a link for the next counter: of several that try, one succeeds, on network file systems too. No file locks are
+used. The owner writes a heartbeat to its file. Others compare two reads by their own clock, because clocks of hosts
+differ.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ from trainstack.checkpointing.lease_file import LeaseFolder, LeasePlace, LeaseRe
 from trainstack.errors import CheckpointError, LeaseError
 
 BEAT_S = 2.0
-"""The longest time between two heartbeats: so quickly a second run finds that the first one is alive."""
+"""The longest time between two heartbeats, and so the time in which a second run finds that the first one is alive."""
 
 _LEAST_BEATS = 6
-"""So many heartbeats fall into the timeout of a lease, so that a slow file system does not cost it."""
+"""The least number of heartbeats within the timeout of a lease, so that a slow file system does not lose it."""
 
 _TRUST = 0.5
-"""The part of the timeout during which a renewal is believed without a look at the file."""
+"""The part of the timeout during which a renewal is trusted without reading the file."""
 
 Say = Callable[[str], None]
 
 
 def now_s() -> tuple[float, float]:
-    """A clock that counts the time in which the machine sleeps, where the system has one, and the wall clock.
+    """A clock that counts the time in which the machine sleeps, if the system has one, and the wall clock.
 
-    A virtual machine that was frozen shows in the second one only, once its clock was set.
+    The sleep of a frozen virtual machine appears only in the wall clock, after that was set.
     """
-    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; the monotonic clock of the others counts sleep or is all
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux only; elsewhere the monotonic clock has to do
     steady = time.monotonic() if clock is None else time.clock_gettime(clock)
     return steady, time.time()
 
 
 class _Hold:
-    """The lease of one place, as its owner has it."""
+    """The lease of one place, held by this process."""
 
     def __init__(self, place: LeasePlace, record: LeaseRecord, made: list[Path]) -> None:
         self.place, self.record, self.made = place, record, made
         self.began = time.monotonic()
 
     def find_successor(self) -> Seen | None:
-        """The lease of another process that has taken this directory; None if there is none."""
+        """The lease of another process that has acquired this directory; None if there is none."""
         seen, mine = self.place.look(), self.record
         if seen is None or seen.counter < mine.counter:
             return None
         if seen.counter == mine.counter and (seen.record is None or seen.record.token == mine.token):
-            return None  # a damaged one is mended by the next heartbeat
+            return None  # the next heartbeat repairs a damaged one
         return seen
 
     def beat(self) -> bool:
@@ -64,9 +65,9 @@ class _Hold:
         return self.place.overwrite(self.record)
 
     def claim_again(self) -> Seen | None:
-        """Take the next counter; returns the lease of another owner, if there is one.
+        """Acquire the next counter. Returns the lease of another owner, if there is one.
 
-        A released one counts too: then the path leads to the folder of another run, by a link that was changed.
+        A released one counts too: the path then leads to the folder of another run, through a changed link.
         """
         seen, mine = self.place.look(), self.record
         if seen is not None and (seen.record is None or seen.record.token != mine.token):
@@ -81,10 +82,10 @@ class _Hold:
 
 
 class Lease:
-    """The right to write into some directories. Make one with `acquire`.
+    """The right to write to some directories. Make one with `acquire`.
 
     Attributes:
-        timeout_s: others take the lease over when they have seen no heartbeat for so long.
+        timeout_s: after so many seconds without a heartbeat, other processes may take the lease.
     """
 
     timeout_s: float
@@ -92,7 +93,7 @@ class Lease:
     def __init__(self, holds: list[_Hold], timeout_s: float, beat_s: float = BEAT_S) -> None:
         self._holds, self.timeout_s, self._beat_s = holds, timeout_s, beat_s
         self._pid = os.getpid()
-        self._guard = threading.RLock()  # the owner's thread, a background save and the renewal come here
+        self._guard = threading.RLock()  # for the owner's thread, a background save and the renewal
         self._renewed = now_s()
         self._failure: str | None = None
         self._wake: Callable[[], None] = lambda: None
@@ -109,20 +110,21 @@ class Lease:
         say: Say = lambda _: None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> Lease:
-        """Become the owner of `directories`, which are made if they do not exist.
+        """Become the owner of `directories`, which are created if they do not exist.
 
-        A lease that was released, or whose process is dead on this host, is replaced at once. Any other is replaced
-        after its timeout without a heartbeat.
+        A lease that was released, or whose process has ended on this host, is replaced at once. Any other is replaced
+        after its
+        timeout without a heartbeat.
 
         Args:
-            directories: checkpoints are written into the last one; its counter is that of the lease.
-            timeout_s: others replace this lease after so many seconds without a heartbeat.
-            beat_s: the longest time between two heartbeats; less where `timeout_s` is short.
+            directories: checkpoints are written to the last one; its counter is that of the lease.
+            timeout_s: seconds without a heartbeat after which others may replace this lease.
+            beat_s: the longest time between two heartbeats; shorter if `timeout_s` is short.
             say: called once with a message that this process waits.
-            is_interrupted: called while it waits.
+            is_interrupted: called during the wait.
 
         Raises:
-            LeaseError: another process owns one of them, or `is_interrupted` ended the waiting.
+            LeaseError: another process owns one of them, or `is_interrupted` ended the wait.
             CheckpointError: a directory cannot be written.
         """
         lease = cls([], timeout_s, beat_s)
@@ -137,19 +139,19 @@ class Lease:
         return lease
 
     def owns(self, directory: Path) -> bool:
-        """Whether `directory` is one of those of this lease."""
+        """Whether `directory` belongs to this lease."""
         with self._guard:
             paths = [hold.place.path for hold in self._holds if isinstance(hold.place, LeaseFolder)]
             return any(os.path.realpath(directory) == os.path.realpath(path) for path in paths)
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the lease over. Reads no file."""
+        """Whether another process has taken the lease. Reads no file."""
         return self._failure is not None
 
     @property
     def counter(self) -> int:
-        """Rises with each owner of the directory: the fencing token of its checkpoints."""
+        """Increases with each owner of the directory: the fencing token of its checkpoints."""
         return self._holds[-1].record.counter if self._holds else 0
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -157,28 +159,28 @@ class Lease:
         self._wake = wake
 
     def set_run_id(self, run_id: str | None) -> None:
-        """Name the run in the files, from the next heartbeat on: the message to a second run tells it."""
+        """Set the id of the run for the following heartbeats. The error of a second run contains it."""
         with self._guard:
             for hold in self._holds:
                 hold.record = replace(hold.record, run_id=run_id)
 
     def check(self) -> None:
-        """Raise if the lease was lost. Reads no file while the last renewal is recent.
+        """Raise if the lease was lost. Reads no file if the last renewal is recent.
 
         Raises:
-            LeaseError: another process has taken the lease over, or it cannot be renewed any more.
+            LeaseError: another process has taken the lease, or it can no longer be renewed.
         """
         if self._failure is None and self._age_s() < _TRUST * self.timeout_s:
             return
         self.verify()
 
     def verify(self) -> None:
-        """Renew the lease now, and raise if it was lost: before each commit.
+        """Renew the lease now, and raise if it was lost. Called before each commit.
 
-        No other process can take the lease for `timeout_s` from here on.
+        After it, no other process can take the lease for `timeout_s`.
 
         Raises:
-            LeaseError: as for `check`.
+            LeaseError: see `check`.
         """
         with self._guard:
             try:
@@ -187,7 +189,7 @@ class Lease:
                 if self._age_s() >= _TRUST * self.timeout_s:
                     raise LeaseError(
                         f"the lease of {self._holds[0].place} cannot be renewed: {error}. Another process may own "
-                        "the directory by now, so nothing more is written. Mend the file system, and start again with "
+                        "the directory by now, so nothing more is written. Repair the file system, and restart with "
                         "resume='auto'."
                     ) from error
             if self._failure is not None:
@@ -196,7 +198,7 @@ class Lease:
                 )
 
     def release(self) -> None:
-        """Give the directories back; does nothing in a process that was forked from the owner."""
+        """Release the directories. It has no effect in a process that was forked from the owner."""
         if os.getpid() != self._pid:
             return
         self._ended.set()
@@ -211,13 +213,13 @@ class Lease:
             self._failure = self._failure or "the directory of the run: its lease was released"
 
     def _age_s(self) -> float:
-        """Seconds since the last renewal began; a wall clock that was set back does not count."""
+        """Seconds since the last renewal began. A wall clock that was set back does not count."""
         return max(now - before for now, before in zip(now_s(), self._renewed, strict=True))
 
     def _renew(self) -> None:
         interval = min(self._beat_s, self.timeout_s / _LEAST_BEATS)
         while not self._ended.wait(interval):
-            with self._guard, suppress(OSError):  # a share that is away for a moment; `check` raises when it stays so
+            with self._guard, suppress(OSError):  # a share may be away for a moment; if it stays so, `check` raises
                 if self._ended.is_set() or self._failure is not None:
                     return
                 self._refresh()
@@ -226,7 +228,7 @@ class Lease:
                 return
 
     def _refresh(self) -> None:
-        """Write heartbeats. Where others may think that this process is dead, take the next counter as they would."""
+        """Write heartbeats. If others may assume that this process has ended, acquire the next counter as they do."""
         if self._failure is not None:
             return
         began, expired = now_s(), self._age_s() >= _TRUST * self.timeout_s
@@ -260,25 +262,29 @@ def _acquire(place: LeasePlace, timeout_s: float, say: Say, is_interrupted: Call
                 place.clear(record)
                 return _Hold(place, record, made)
     except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise CheckpointError(
+                f"output_dir={str(place)!r}: {error.filename or place} is a file. Write the path of a folder."
+            ) from error
         raise CheckpointError(
-            f"the directory {place} of the run cannot be owned: {error}. Mend that, or give another output_dir."
+            f"the directory {place} of the run cannot be owned: {error}. Repair it, or use another output_dir."
         ) from error
 
 
 def _wait_for_silence(
     place: LeasePlace, seen: Seen, timeout_s: float, say: Say, is_interrupted: Callable[[], bool]
 ) -> None:
-    """Return when the owner of `seen` is dead or silent for its timeout, or another lease has come.
+    """Return if the owner of `seen` has ended or is silent for its timeout, or if another lease has appeared.
 
     Raises:
-        LeaseError: it is alive.
+        LeaseError: the owner is alive.
     """
     allowed = timeout_s if seen.record is None else seen.record.timeout_s
-    pause = min(0.2, allowed / 20)
+    pause = min(0.2, allowed / 20)  # at least 20 reads within the timeout
     waited, before, said = 0.0, time.monotonic(), False
     while waited < allowed:
         time.sleep(pause)
-        waited += min(time.monotonic() - before, 4 * pause)  # a moment in which this process was stopped proves nothing
+        waited += min(time.monotonic() - before, 4 * pause)  # while this process was stopped, it saw no heartbeat
         before = time.monotonic()
         now = place.look()
         if now is None or now.counter != seen.counter or now.is_free:
@@ -295,8 +301,8 @@ def _wait_for_silence(
         if not said and waited > min(2 * BEAT_S, allowed / 2):
             said = True
             say(
-                f"{place} is held by {seen.words}, which has not released it and sends no heartbeat. It is "
-                f"taken over after {allowed:g} s of silence."
+                f"{place} is held by {seen.words}, which has not released it and sends no heartbeat. This run "
+                f"acquires it after {allowed:g} s without one."
             )
 
 

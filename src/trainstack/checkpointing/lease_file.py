@@ -1,4 +1,4 @@
-"""Files that say which process owns a directory: their content, and how one is claimed."""
+"""Files that name the process that owns a directory: their content, and how one is acquired."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainstack.checkpointing.field_types import build
 from trainstack.errors import ConfigurationError
 
 _SIZE = 1024
-"""Bytes of a file. Each heartbeat overwrites all of them, so no rest of an older one is left."""
+"""Bytes of a file. Each heartbeat overwrites all of them, so nothing of an older one remains."""
 
 _NAME = re.compile(r"\.lease-(\d{9}|[1-9]\d{9,17})\.json")
-"""As `_path` writes it, which gives no name for a higher counter."""
+"""The names of `_path`, which has none for a higher counter."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -34,17 +34,17 @@ class LeaseRecord:
     """The content of a lease.
 
     Attributes:
-        host: name of the machine, for people.
-        machine: identifies the machine since it was started, and the processes that can be seen there.
+        host: name of the machine, for messages.
+        machine: identifies the machine since its start, and the processes that are visible there.
         pid: of the owner.
-        started: when the process started, as the system says; tells it from a later one with the same pid.
+        started: the start time of the process according to the system; distinguishes it from a later one with this pid.
         counter: of the lease.
-        token: tells this owner from any other.
-        run_id: of the run; None while it is not known.
-        timeout_s: the lease may be taken over after so long without a heartbeat.
-        beat: rises with each heartbeat.
-        held_s: how long the lease was held at the last heartbeat, by the owner's clock.
-        released: whether the owner has given it back.
+        token: distinguishes this owner from all others.
+        run_id: of the run; None while it is unknown.
+        timeout_s: seconds without a heartbeat after which others may take the lease.
+        beat: increases with each heartbeat.
+        held_s: seconds for which the lease was held at the last heartbeat, by the owner's clock.
+        released: whether the owner has released it.
     """
 
     host: str
@@ -60,7 +60,7 @@ class LeaseRecord:
     released: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a timeout that no other process would believe. Raises ConfigurationError."""
+        """Refuse a timeout that other processes would not accept. Raises ConfigurationError."""
         if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ConfigurationError(
                 f"timeout_s={self.timeout_s!r}: write seconds above 0, at most {LONGEST_TIMEOUT_S:g} (a day)."
@@ -77,7 +77,7 @@ LONGEST_TIMEOUT_S = 86_400.0
 """The longest timeout of a lease: a day."""
 
 _MOST_LOOKS = 100
-"""So often is looked again after a lease that was listed is gone."""
+"""The number of attempts to read a lease that is deleted between listing and reading."""
 
 
 def _hash(body: dict[str, Any]) -> str:
@@ -92,14 +92,14 @@ def parse(data: bytes) -> LeaseRecord | None:
             return None
         record = build(LeaseRecord, body)
         texts = (record.host, record.machine, record.started, record.token, record.run_id or "")
-        return record if all(text.isprintable() for text in texts) else None  # some are printed
+        return record if all(text.isprintable() for text in texts) else None  # they are printed in messages
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """A lease that was read: its counter, its bytes, and the record in them; None if they are damaged."""
+    """A lease that was read: its counter, its bytes, and its record; None if the bytes are damaged."""
 
     counter: int
     data: bytes
@@ -113,7 +113,7 @@ class Seen:
 
     @property
     def is_free(self) -> bool:
-        """Whether it was released, or its owner has died on this machine."""
+        """Whether it was released, or its owner has ended on this machine."""
         record = self.record
         if record is None:
             return False
@@ -121,7 +121,7 @@ class Seen:
 
     @property
     def words(self) -> str:
-        """The owner, for a message."""
+        """A description of the owner, for a message."""
         if self.record is None:
             return f"an unknown process (lease {self.counter} is damaged)"
         run = f" (run {self.record.run_id})" if self.record.run_id else ""
@@ -129,7 +129,7 @@ class Seen:
 
     @property
     def age_words(self) -> str:
-        """How long it was held, for a message."""
+        """The time for which it was held, for a message."""
         if self.record is None:
             return ""
         seconds = self.record.held_s
@@ -147,7 +147,7 @@ def this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Equal for two processes if one can see the other's pid; a container is a machine here."""
+    """A text that is equal for two processes if one can see the other's pid; each container is a machine."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -155,31 +155,32 @@ def _machine() -> str:
 
 
 def _start_of(pid: int | str) -> str:
-    """When a process started, as Linux counts; empty where that is not known."""
+    """The start time of a process, in Linux's clock ticks; empty if it is unknown."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]  # field 22 of proc(5)
     return ""
 
 
 def is_dead(pid: int, started: str = "") -> bool:
-    """Whether the process that had this pid then has ended; one that ended and was not waited for is dead.
+    """Whether the process that had this pid and start has ended. An ended process that was not waited for counts as
+    dead.
 
-    Without `started` any process that has the pid now is taken for it.
+    Without `started` any process with this pid counts.
     """
     if os.name == "nt":
-        return False  # os.kill would end it
+        return False  # on Windows `os.kill` would end the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
-        pass  # of another user
+        pass  # it belongs to another user
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # hidden, or no Linux
+        return False  # hidden, or not Linux
     return fields[0] in "ZX" or bool(started and fields[19] != started)
 
 
@@ -196,13 +197,13 @@ def look(directory: Path) -> Seen | None:
         try:
             data = _read(_path(directory, counter))
         except FileNotFoundError:
-            continue  # a successor has cleared it away
+            continue  # a successor has deleted it
         return Seen(counter=counter, data=data, record=parse(data))
-    raise OSError(errno.EBUSY, "its leases come and go; another process may delete them", os.fspath(directory))
+    raise OSError(errno.EBUSY, "its leases change all the time; another process may delete them", os.fspath(directory))
 
 
 def is_held_here(directory: Path) -> bool:
-    """Whether a living process of this machine holds the lease of `directory`."""
+    """Whether a running process of this machine holds the lease of `directory`."""
     try:
         seen = look(directory)
     except OSError:
@@ -211,7 +212,7 @@ def is_held_here(directory: Path) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """The content; empty for a link or any other file that is not regular: a damaged lease."""
+    """The content of a regular file; empty for a link or another kind of file, which counts as a damaged lease."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return b""
     descriptor = open_descriptor(path)
@@ -222,15 +223,15 @@ def _read(path: Path) -> bytes:
 
 
 def claim(directory: Path, record: LeaseRecord) -> bool:
-    """Create the file of `record`; False if that counter is taken."""
+    """Create the file of `record`. False if another process has this counter."""
     path, aside = _path(directory, record.counter), directory / f".lease-{record.token}.tmp"
     try:
         _write_new(aside, record.render())
         os.link(aside, path)
     except FileExistsError:
-        return os.stat(aside).st_nlink > 1  # NFS repeats a request whose answer was lost
+        return os.stat(aside).st_nlink > 1  # NFS repeats a request after a lost answer, so our link may exist
     except FileNotFoundError:
-        return False  # the winner has cleared it away, or another process the directory
+        return False  # the winner has deleted it, or another process has deleted the directory
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -254,9 +255,9 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def overwrite(directory: Path, record: LeaseRecord) -> bool:
-    """Write `record` into its file, in place; False if the file is gone.
+    """Write `record` to its file, in place. False if the file does not exist.
 
-    In place: clients of NFS read a file again when they open it, but may cache a directory entry for a minute.
+    In place, because NFS clients read a file again when they open it, but may cache a directory entry for a minute.
     """
     try:
         descriptor = open_descriptor(_path(directory, record.counter), os.O_WRONLY)
@@ -270,7 +271,7 @@ def overwrite(directory: Path, record: LeaseRecord) -> bool:
 
 
 def clear(directory: Path, record: LeaseRecord) -> None:
-    """Delete the files of lower counters, and temporary files of processes that came too late."""
+    """Delete the files of lower counters, and temporary files of processes that were too late."""
     with suppress(OSError):
         for name in os.listdir(directory):
             match = _NAME.fullmatch(name)
@@ -281,7 +282,7 @@ def clear(directory: Path, record: LeaseRecord) -> None:
 
 
 def give_up(directory: Path, record: LeaseRecord, made: list[Path]) -> None:
-    """Mark `record` as released. Where nothing was written, leave nothing: the folders that were made go too."""
+    """Mark `record` as released. If nothing else was written, delete the lease and the created folders `made`."""
     path = _path(directory, record.counter)
     if made and os.listdir(directory) == [path.name]:
         os.unlink(path)
@@ -292,14 +293,14 @@ def give_up(directory: Path, record: LeaseRecord, made: list[Path]) -> None:
 
 
 def make_directories(directory: Path) -> list[Path]:
-    """Create `directory` and its missing parents; returns those that were created, the innermost first."""
+    """Create `directory` and its missing parents. Returns the created ones, the innermost first."""
     missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     make_folders(directory)
     return missing
 
 
 def _path(directory: Path, counter: int) -> Path:
-    """The file of a lease. Raises OSError if no name has so many digits."""
+    """The path of a lease. Raises OSError if the counter has too many digits."""
     path = directory / f".lease-{counter:09d}.json"
     if _NAME.fullmatch(path.name) is None:
         before = f".lease-{counter - 1:09d}.json"
@@ -308,25 +309,25 @@ def _path(directory: Path, counter: int) -> Path:
 
 
 class LeasePlace(Protocol):
-    """Where leases are kept. `str` of it is for messages."""
+    """A place for leases. Its `str` is for messages."""
 
     def look(self) -> Seen | None:
-        """As the function `look`."""
+        """See the function `look`."""
 
     def claim(self, record: LeaseRecord) -> bool:
-        """As the function `claim`."""
+        """See the function `claim`."""
 
     def overwrite(self, record: LeaseRecord) -> bool:
-        """As the function `overwrite`."""
+        """See the function `overwrite`."""
 
     def clear(self, record: LeaseRecord) -> None:
-        """As the function `clear`."""
+        """See the function `clear`."""
 
     def give_up(self, record: LeaseRecord, made: list[Path]) -> None:
-        """As the function `give_up`."""
+        """See the function `give_up`."""
 
     def make(self) -> list[Path]:
-        """As `make_directories`."""
+        """See `make_directories`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainstack._files import open_for_reading, real_path
+from trainstack._files import real_path
 from trainstack.checkpointing import filesystem
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
     Contents,
-    begin_number,
-    has_its_files,
     has_prefix,
     is_checkpoint_directory,
     name_odd_entries,
@@ -27,7 +24,17 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.filesystem import atomic_write
 from trainstack.checkpointing.reading import read_checkpoint
-from trainstack.checkpointing.verification import hint_of_pickles
+from trainstack.checkpointing.verification import (
+    POINTER_FORMAT,
+    PointerRule,
+    checkpoints_of_run,
+    damaged_begin,
+    hint_of_pickles,
+    of_run,
+    read_beginning,
+    rule_in,
+    with_prefix,
+)
 from trainstack.errors import CheckpointDamagedError, CheckpointNotFoundError, ConfigurationError
 
 
@@ -42,21 +49,22 @@ def read_newest(
     """Return the run's intact checkpoint that was written last, of any step, or None if there is none.
 
     Args:
-        directory: where to look; it may be absent.
-        prefix: only checkpoints that a checkpointer with this `file_prefix` names.
-        log: is told of each damaged checkpoint, before an older one is tried, and of each odd entry.
-        monitor: return the best by this instead; None also if none has a value of it.
-        run_id: of the run; None for the run that the directory belongs to.
-        read: reads a checkpoint and verifies it.
+        directory: the folder to search; it may be absent.
+        prefix: only checkpoints with this `file_prefix`.
+        log: called for each damaged checkpoint, before an older one is tried, and for each unusual entry.
+        monitor: return the best checkpoint by this metric instead; None also if none has a value.
+        run_id: of the run; None for the run to which the directory belongs.
+        read: reads and verifies a checkpoint.
 
     Raises:
-        CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry is damaged that says which
-            run began here last.
+        CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry for the last beginning of a run
+            is
+            damaged.
         CheckpointMismatchError: one was written by a newer trainstack, so it may be the newest.
     """
 
     def skipped(error: CheckpointDamagedError) -> None:
-        log(logging.WARNING, f"passing over a damaged checkpoint: {error}")
+        log(logging.WARNING, f"skipping a damaged checkpoint: {error}")
 
     contents = scan(directory)
     name_odd_entries(contents, log)
@@ -81,52 +89,8 @@ def read_newest(
     details = "\n".join(f"  - {error}" for error in broken)
     raise CheckpointDamagedError(
         f"every {'' if monitor is None else 'ranked '}checkpoint in {directory} is damaged:\n{details}\n"
-        "Restore one from a backup, or set another save_dir to start afresh."
+        "Restore one from a backup, or set another save_dir for a new start."
     )
-
-
-def with_prefix(contents: Contents, prefix: str) -> list[CheckpointInfo]:
-    """Return the checkpoints with this prefix whose manifest is intact, newest first."""
-    return [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
-
-
-def newest_entry(contents: Contents, prefix: str) -> CheckpointInfo | None:
-    """The newest checkpoint or beginning of a run with this prefix: it tells which run the directory belongs to."""
-    begun = [info for info in contents.begun if begin_number(info.path, prefix) is not None]
-    newest = [*begun[:1], *with_prefix(contents, prefix)[:1]]
-    return max(newest, key=lambda info: info.sequence, default=None)
-
-
-def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | None:
-    """The error of a damaged beginning of a run that is newer than all else with this prefix; None if there is none."""
-    newest = newest_entry(contents, prefix)
-    for path, error in contents.broken_begins.items():
-        number = begin_number(path, prefix)
-        if number is not None and (newest is None or number > newest.sequence):
-            return error
-    return None
-
-
-def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
-    """Return the checkpoints of the run `run_id`, or of the run that the directory belongs to, newest first.
-
-    Those without a run id belong to it as long as no run began after them.
-    """
-    if run_id is not None:
-        return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
-    newest = newest_entry(contents, prefix)
-    if newest is None or damaged_begin(contents, prefix) is not None:
-        return []
-    own = [info for info in with_prefix(contents, prefix) if info.run_id == newest.run_id]
-    if newest.run_id is not None:
-        return own
-    after = max((info.sequence for info in contents.begun if begin_number(info.path, prefix) is not None), default=-1)
-    return [info for info in own if info.sequence > after]
-
-
-def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
-    """`of_run` of the present content of `directory`."""
-    return of_run(scan(directory), prefix, run_id)
 
 
 def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
@@ -138,25 +102,16 @@ def _refuse_unknown_run(contents: Contents, prefix: str) -> None:
         newest.setdefault(info.run_id, info)
     runs = [f"  - run {run or 'unknown'}: its newest checkpoint is {info.path}" for run, info in newest.items()]
     raise CheckpointDamagedError(
-        f"{error} It says which run began here last, so the newest checkpoint may be one of another run. Runs with "
+        f"{error} It names the run that began here last, so the newest checkpoint may be one of another run. Runs with "
         "checkpoints here:\n"
         + ("\n".join(runs) or "  none")
-        + "\nName a checkpoint, resume='...', to go on from it, or "
+        + "\nName a checkpoint, resume='...', to resume from it, or "
         "give this run another output_dir."
     )
 
 
 # Only the rule of a pointer (which prefix, which metric) is used. The checkpoint is found again from the manifests, so
 # that a stale, incomplete or missing pointer has no effect.
-_FORMAT = "trainstack-pointer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PointerRule:
-    """Which checkpoint is meant: the newest with this prefix, or the best if there is a monitor."""
-
-    file_prefix: str
-    monitor: Monitor | None
 
 
 def refresh_pointers(
@@ -166,7 +121,7 @@ def refresh_pointers(
     best: CheckpointInfo | None,
     say: Callable[[int, str], None],
 ) -> None:
-    """Make both pointers name these checkpoints; one that would name none is removed. A failure is said."""
+    """Write both pointers for these checkpoints; a pointer without a checkpoint is deleted. A failure is logged."""
     for kind, info in (("last", last), ("best", best)):
         path = directory / _name(kind, args.file_prefix)
         try:
@@ -176,7 +131,7 @@ def refresh_pointers(
 
 
 def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | None:
-    """The rule of the pointer at `path`; None if `path` is none. A torn or missing one has the rule of `args`."""
+    """The rule of the pointer at `path`; None if it is not one. The rule of `args` if it is torn or missing."""
     if path.is_dir():
         return None
     rule = rule_in(path)
@@ -186,46 +141,24 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
     return rule
 
 
-def rule_in(path: Path) -> PointerRule | None:
-    """The rule in the file `path`; None if it is not a pointer, or cannot be read."""
-    try:
-        body = json.loads(_beginning(path))
-        prefix, metric = body["file_prefix"], body.get("monitor")
-        if body["format"] != _FORMAT or not isinstance(prefix, str):
-            return None
-        if metric is None:
-            return PointerRule(file_prefix=prefix, monitor=None)
-        if not isinstance(metric, str) or body["mode"] not in ("min", "max"):
-            return None
-        return PointerRule(file_prefix=prefix, monitor=Monitor(name=metric, mode=body["mode"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
 def _name(kind: str, prefix: str) -> str:
     """`kind` for the usual prefix; other prefixes in the same directory have separate pointers."""
     return kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}"
 
 
 def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> None:
-    now = _beginning(path) if path.is_file() else None
-    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and _FORMAT.encode() not in now):
-        say(logging.DEBUG, f"{path} is not a pointer of trainstack, so it is left alone.")
+    now = read_beginning(path) if path.is_file() else None
+    if (now is None and os.path.lexists(path)) or (now and now.strip(b"\0") and POINTER_FORMAT.encode() not in now):
+        say(logging.DEBUG, f"{path} is not a pointer of trainstack, so it is not replaced.")
     elif data is not None and now != data:
         atomic_write(path, data)
     elif data is None and now is not None:
         filesystem.remove_file(path)
 
 
-def _beginning(path: Path) -> bytes:
-    """The content of a pointer; of a file that is none, and may be large, only so much."""
-    with open_for_reading(path) as file:
-        return file.read(1 << 16)
-
-
 def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments) -> bytes:
     body: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": POINTER_FORMAT,
         "file_prefix": args.file_prefix,
         "checkpoint": info.path.name,
         "global_step": info.global_step,
@@ -237,15 +170,15 @@ def _render(kind: str, info: CheckpointInfo, args: DefaultCheckpointerArguments)
 
 
 class CheckpointFinder:
-    """Looks where the arguments of a `DefaultCheckpointer` say.
+    """Finds the checkpoint that the arguments of a `DefaultCheckpointer` name.
 
     Args:
         args: of the checkpointer.
-        load_dir: the folder to search without a name, if the run has saved nothing in `save_dir` yet.
+        load_dir: the folder to search if no name is given and the run has saved nothing in `save_dir` yet.
         save_dir: a checkpoint in this folder is refused if it would be deleted.
         log: takes a level of the logging module and a line.
-        run_id: of the run that saves in `save_dir`; None for the run that this directory belongs to.
-        read: reads a checkpoint and verifies it.
+        run_id: of the run that saves in `save_dir`; None for the run to which this directory belongs.
+        read: reads and verifies a checkpoint.
 
     Attributes:
         found: the checkpoint that was loaded last; None before.
@@ -297,7 +230,7 @@ class CheckpointFinder:
         return self._load_newest(folder_at(path, self.args.file_prefix), required=True)
 
     def _load_own(self, monitor: Monitor | None) -> Checkpoint | None:
-        """The newest or best that a run which began from another directory has saved itself; None if there is none."""
+        """The newest or best checkpoint of a run that began from another directory; None if it has saved none."""
         elsewhere = (self._load_dir / self.args.load_filename).parent if self.args.load_filename else self._load_dir
         if real_path(elsewhere) == real_path(self._save_dir):
             return None
@@ -324,7 +257,7 @@ class CheckpointFinder:
             return self._loaded(*found)
         candidates = checkpoints_of_run(directory, prefix, run_id)
         if not candidates:
-            return self._load_newest(directory, required=True, prefix=prefix)  # which says why there is none
+            return self._load_newest(directory, required=True, prefix=prefix)  # raises with the reason
         known = ", ".join(sorted({name for info in candidates for name in info.metrics})) or "none"
         raise CheckpointNotFoundError(
             f"none of the {len(candidates)} checkpoints in {directory} has a finite value of {monitor.name!r}, so none "
@@ -343,19 +276,19 @@ class CheckpointFinder:
         hint = f" There is {others[0]!r}: set file_prefix to match, or name it to load it." if others else ""
         earlier = [info for info in intact if has_prefix(info.name, prefix)]
         if earlier:
-            why = "The last run there began afresh and was interrupted before its first checkpoint."
+            why = "The last run there was a new start and was interrupted before its first checkpoint."
             if run_id is not None:
                 why = "The checkpoints there belong to other runs."
-            hint = f" {why} To go on from one of another run, name it: resume={str(earlier[0].path)!r}."
+            hint = f" {why} To resume from one of another run, name it: resume={str(earlier[0].path)!r}."
         usual = prefix == type(self.args)().file_prefix
         what = f"no checkpoint{'' if usual else f' with the file_prefix {prefix!r}'} in {directory}"
         if required:
             absent = "" if directory.is_dir() else ", which does not exist"
             raise CheckpointNotFoundError(
-                f"{what}{absent}.{hint}{hint_of_pickles(directory)} To start afresh when there is none, write "
+                f"{what}{absent}.{hint}{hint_of_pickles(directory)} For a new start when there is none, write "
                 f"resume='auto'{' and leave load_dir unset' if self.args.load_dir else ''}."
             )
-        self._log(logging.WARNING if others else logging.INFO, f"{what}: starting afresh.{hint}")
+        self._log(logging.WARNING if others else logging.INFO, f"{what}: this is a new start.{hint}")
         return Checkpoint()
 
     def _loaded(self, path: Path, checkpoint: Checkpoint) -> Checkpoint:
@@ -366,31 +299,12 @@ class CheckpointFinder:
     def _check_not_deleting(self, directory: Path) -> None:
         if self.args.delete_existing_checkpoints and real_path(directory) == real_path(self._save_dir):
             raise ConfigurationError(
-                f"delete_existing_checkpoints=True would delete what is to be loaded from {directory}. "
+                f"delete_existing_checkpoints=True would delete the checkpoint to load from {directory}. "
                 "Write delete_existing_checkpoints=False to resume, or resume=False to start over."
             )
 
 
 def folder_at(path: Path, prefix: str) -> Path:
-    """`path`, or where a run with this `output_dir` keeps its checkpoints, if there are none in `path` itself."""
+    """`path`, or the folder of checkpoints of a run with this `output_dir` if `path` itself contains none."""
     within = path / "checkpoints"
     return within if within.is_dir() and not with_prefix(scan(path), prefix) else path
-
-
-def resolve_pointer(path: Path) -> Path:
-    """`path`, or the checkpoint that it stands for if it is a file `last` or `best`.
-
-    Raises:
-        CheckpointNotFoundError: it is, and there is no such checkpoint any more.
-    """
-    rule = rule_in(path)
-    if rule is None:
-        return path
-    run = checkpoints_of_run(path.parent, rule.file_prefix)
-    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
-    if found is None:
-        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
-        raise CheckpointNotFoundError(
-            f"{path} stands for the {which} of the checkpoints beside it, and there is none. Name another checkpoint."
-        )
-    return found.path

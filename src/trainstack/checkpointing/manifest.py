@@ -1,7 +1,7 @@
 """`Manifest` lists the files of a checkpoint with sizes and hashes.
 
-The manifest is written last, so a directory without one was never finished. It holds its own hash,
-and only the very bytes that were written count: one flipped bit anywhere in it is detected.
+The manifest is written last, so a directory without one is unfinished. It contains its own hash, and is valid only with
+exactly the written bytes: one flipped bit anywhere in it is detected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STATE_FILE = "state.safetensors"
 TREE_FILE = "state.json"
 INDEX_FILE = "index.json"
 SIGNATURE_FILE = "SIGNATURE.json"
-"""The signature over all other files of the folder, which the manifest does not list."""
+"""The signature over all other files of the folder. The manifest does not list it."""
 FORMAT = "trainstack-checkpoint"
 FORMAT_VERSION = 2
 SHARDED_VERSION = 3
-"""The version of checkpoints of which each rank has written its own rows."""
+"""The version of checkpoints in which each rank has written its rows."""
 
 MAX_VALUES = 500_000
-"""How many values a manifest may hold. One has some hundreds; a scan of a directory parses them all."""
+"""The largest number of values in a manifest. One has some hundreds; a scan of a directory parses them all."""
 
 Kind = Literal["checkpoint", "model", "begin"]
 
@@ -41,7 +41,7 @@ _TAIL = re.compile(rb',\n "' + _SELF_HASH.encode() + rb'": "([0-9a-f]{32})"\n}\n
 _CREATED = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\+00:00")
 _RANK_FILE = re.compile(r"rank-([0-9]{5})\.(json|safetensors)")
 WEIGHT_MAP_FILE = "model.safetensors.index.json"
-"""Says of an export in several files in which one each tensor lies, as `from_pretrained` reads it."""
+"""The file of an export in several files that maps tensors to files, in the form of `from_pretrained`."""
 _EXPORT_FILE = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _SHARD_FILE = re.compile(r"(model|state)\.rank-([0-9]{5})-of-([0-9]{5})\.safetensors")
 
@@ -52,22 +52,22 @@ def rank_file(rank: int, suffix: str) -> str:
 
 
 def shard_file(part: str, rank: int, size: int) -> str:
-    """Return the name of the file with a rank's rows of "model" or "state"; the first rank has the number 1 there."""
+    """Return the name of the file with a rank's rows of "model" or "state". Rank 0 has the number 1."""
     return f"{part}.rank-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
 def export_file(number: int, count: int) -> str:
-    """Return the name of a file of an export in several; the first has the number 1."""
+    """Return the name of one file of an export in several; the first has the number 1."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def is_shard_file(file: str) -> bool:
-    """Say whether `file` is the name of a file with the rows of one rank."""
+    """Return whether `file` is the name of a file with the rows of one rank."""
     return _SHARD_FILE.fullmatch(file) is not None
 
 
 def is_part_of(file: str, whole_file: str) -> bool:
-    """Say whether `file` is `MODEL_FILE` or `STATE_FILE`, as `whole_file` says, or one of several in place of it."""
+    """Return whether `file` is `whole_file`, which is `MODEL_FILE` or `STATE_FILE`, or one of its parts."""
     match = _SHARD_FILE.fullmatch(file)
     if file == whole_file or (match is not None and f"{match[1]}.safetensors" == whole_file):
         return True
@@ -75,7 +75,7 @@ def is_part_of(file: str, whole_file: str) -> bool:
 
 
 def model_hash(content: Manifest) -> str:
-    """Return a hash of the files with the module's tensors: that of the one file, or over those of all."""
+    """Return a hash of the files with the module's tensors: the hash of a single file, or one over those of all."""
     files = sorted(name for name in content.files if is_part_of(name, MODEL_FILE))
     hashes = [content.files[name].hash for name in files]
     return hashes[0] if files == [MODEL_FILE] else digest("\n".join(hashes).encode())
@@ -83,21 +83,21 @@ def model_hash(content: Manifest) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a manifest; `plan` and `metadata` are trees as `StateEncoder` makes them.
+    """The content of a manifest. `plan` and `metadata` are JSON trees of `StateEncoder`.
 
     Attributes:
-        kind: "checkpoint", "model" for an export, "begin" for the beginning of a fresh run, which has no files.
-        name: the name that the directory was written under.
-        sequence: rises with every directory written beside it.
+        kind: "checkpoint", "model" for an export, "begin" for the beginning of a new run, which has no files.
+        name: the name under which the directory was written.
+        sequence: increases with every entry of the parent directory.
         run_id: of the run that wrote it; None if unknown.
         lease: the fencing counter of the lease under which it was written; 0 without one.
-        global_step: global steps finished, skipped ones included; None if unknown.
+        global_step: finished global steps, including skipped ones; None if unknown.
         created: UTC, ISO 8601.
         versions: of the libraries.
         files: sizes and hashes of all other files.
         hash: the hash algorithm of this checkpoint.
         root: the hash over all chunks of all tensors, equal for equal tensors of equal names; None without an index.
-        lineage: what `integrity.lineage.Lineage.to_json` makes; None in manifests of older versions.
+        lineage: a result of `integrity.lineage.Lineage.to_json`; None in manifests of older versions.
         format_version: of the format.
     """
 
@@ -119,17 +119,17 @@ class Manifest:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank has written its own rows."""
+        """Whether each rank has written its rows."""
         return self.format_version == SHARDED_VERSION
 
     @property
     def size(self) -> int:
-        """Bytes in all files but the manifest."""
+        """Bytes in all files except the manifest."""
         return sum(record.size for record in self.files.values())
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers in the metadata's entry "metrics" that a float holds; none if there is no such entry."""
+        """The numbers in the entry "metrics" of the metadata that a float can represent; none without this entry."""
         tree = self.metadata.get("metrics") if isinstance(self.metadata, dict) else None
         found = decode_plain(tree)
         numbers = found.items() if isinstance(found, dict) else ()
@@ -146,21 +146,21 @@ def now() -> str:
 
 
 def decode_plain(tree: Json) -> Any:
-    """Return the plan or the metadata, or a part of it, that `tree` stands for.
+    """Return the plan or the metadata, or a part of it, from its tree.
 
     Raises:
-        CheckpointDamagedError: it is not one that `StateEncoder` writes.
+        CheckpointDamagedError: it is not a result of `StateEncoder`.
     """
     try:
         return PlainDecoder().decode(tree)
-    except CheckpointDamagedError:  # perhaps it has a dtype or a scalar of numpy: only those need these libraries
+    except CheckpointDamagedError:  # it may contain a dtype or a scalar of numpy, which need these libraries
         from trainstack.checkpointing.decoding import StateDecoder
 
         return StateDecoder({}).decode(tree)
 
 
 def is_plain_name(name: str) -> bool:
-    """Say whether `name` can name a checkpoint: one part of a path, and not a hidden one."""
+    """Return whether `name` can name a checkpoint: one part of a path, and not a hidden one."""
     return 0 < len(name) <= 255 and not name.startswith(".") and not any(mark in name for mark in "/\\\0")
 
 
@@ -168,7 +168,7 @@ def render(manifest: Manifest) -> bytes:
     """Return the bytes of MANIFEST.json.
 
     Raises:
-        CheckpointError: the manifest is larger than what is read.
+        CheckpointError: the manifest exceeds the limits of reading.
     """
     body = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
     body["format_version"] = SHARDED_VERSION if manifest.is_sharded else FORMAT_VERSION
@@ -180,25 +180,26 @@ def render(manifest: Manifest) -> bytes:
             "values into a state, such as trainer.user_state."
         )
     try:
-        parse(data, Path(FILE_NAME))  # what cannot be read again is not written
+        parse(data, Path(FILE_NAME))  # never write a manifest that cannot be read
     except CheckpointDamagedError as error:
         raise CheckpointError(f"checkpoint {manifest.name!r} cannot be written: {error}") from error
     return data
 
 
 def is_manifest(data: bytes) -> bool:
-    """Say whether `data` once was, or still is, a manifest of this library."""
+    """Return whether `data` is, or was before damage, a manifest of this library."""
     return FORMAT.encode() in data or _SELF_HASH.encode() in data
 
 
 def read(path: Path) -> Manifest:
-    """Return the manifest in the file `path`, every field validated. No other function opens a manifest.
+    """Return the manifest in the file `path`, with every field validated. No other function opens a manifest.
 
     It reads a regular file of at most 16 MiB, and never waits.
 
     Raises:
-        CheckpointDamagedError: absent, unreadable, no regular file, too large, or not as it was written.
-        CheckpointMismatchError: written by a newer trainstack.
+        CheckpointDamagedError: it is absent, unreadable, not a regular file, too large, or differs from the written
+            one.
+        CheckpointMismatchError: it was written by a newer trainstack.
     """
     try:
         data = read_small(path)
@@ -212,7 +213,7 @@ def read(path: Path) -> Manifest:
 
 
 def parse(data: bytes, path: Path) -> Manifest:
-    """Return the manifest in `data`, the content of the file `path`; raises as `read` does."""
+    """Return the manifest in `data`, the content of the file `path`. Raises as `read` does."""
     tail = _TAIL.search(data[-64 - len(_SELF_HASH) :])
     end = len(data) - len(tail[0]) if tail else 0
     if tail is None or digest(data[:end] + b"\n}\n") != tail[1].decode():
@@ -224,14 +225,14 @@ def parse(data: bytes, path: Path) -> Manifest:
             raise ValueError(f"it has more than {MAX_VALUES:,} values")
         body = json.loads(data)
         if type(body) is not dict or body.get("format") != FORMAT:
-            raise ValueError("its format is another one")
+            raise ValueError("it has another format")
         version = body.get("format_version")
         if type(version) is not int or version < 1:
             raise ValueError(f"its format version is {short(version)}")
         if version <= max(FORMAT_VERSION, SHARDED_VERSION):
             return _validated(body, version)
     except (ValueError, RecursionError, CheckpointDamagedError) as error:
-        raise CheckpointDamagedError(f"{path} is no manifest of a trainstack checkpoint: {error}.") from error
+        raise CheckpointDamagedError(f"{path} is not a manifest of a trainstack checkpoint: {error}.") from error
     raise CheckpointMismatchError(
         f"{path} has format version {short(version)}; this trainstack reads versions up to {SHARDED_VERSION}. "
         "Upgrade trainstack to load it."
@@ -253,7 +254,7 @@ def _validated(body: dict[str, Any], version: int) -> Manifest:
 
 
 def _check_names(content: Manifest) -> None:
-    """Refuse names of files that are not files of this kind of checkpoint; none of them leaves the directory."""
+    """Refuse names that are not files of this kind of checkpoint, so that no name leads outside of the directory."""
     if not is_plain_name(content.name):
         raise ValueError(f"{short(content.name)} cannot name a checkpoint")
     required = {TREE_FILE} if content.format_version == 1 else {TREE_FILE, INDEX_FILE}
@@ -267,7 +268,7 @@ def _check_names(content: Manifest) -> None:
     for name in content.files:
         of_rank = content.kind == "checkpoint" and content.format_version > 1 and _RANK_FILE.fullmatch(name)
         if name not in allowed and not of_rank and not (content.is_sharded and _shard_of(content.kind, name)):
-            raise ValueError(f"{short(name)} is no file of a {content.kind}")
+            raise ValueError(f"{short(name)} is not a file of a {content.kind}")
     missing = sorted(required - content.files.keys())
     if missing:
         raise ValueError(f"it does not list {missing[0]}")
@@ -278,7 +279,7 @@ def _check_shards(content: Manifest) -> None:
         raise ValueError("the beginning of a run has no files")
     found = [match.groups()[-2:] for name in content.files if (match := _shard_of(content.kind, name))]
     if len({count for _, count in found}) > 1 or any(not 1 <= int(number) <= int(count) for number, count in found):
-        raise ValueError("the names of its files speak of different numbers of files")
+        raise ValueError("the names of its files contain different numbers of files")
 
 
 def _shard_of(kind: str, name: str) -> re.Match[str] | None:
@@ -287,14 +288,14 @@ def _shard_of(kind: str, name: str) -> re.Match[str] | None:
 
 def _check_values(content: Manifest) -> None:
     if content.hash != ALGORITHM:
-        raise ValueError(f"its hash algorithm is {short(content.hash)}, and this trainstack knows {ALGORITHM}")
+        raise ValueError(f"its hash algorithm is {short(content.hash)}, and this trainstack supports {ALGORITHM}")
     hashes = [record.hash for record in content.files.values()]
     if content.format_version > 1 and content.kind != "begin":
         hashes.append(content.root or "")
     if not all(map(is_digest, hashes)):
-        raise ValueError("one of its hashes is none")
+        raise ValueError("one of its hashes is not a hash")
     if not _CREATED.fullmatch(content.created):
-        raise ValueError(f"created={short(content.created)} is no time in UTC")
+        raise ValueError(f"created={short(content.created)} is not a time in UTC")
     for name in ("plan", "metadata"):
         value = decode_plain(getattr(content, name))
         if value is not None and not isinstance(value, dict):

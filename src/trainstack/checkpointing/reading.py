@@ -27,27 +27,28 @@ from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 def read_checkpoint(path: str | os.PathLike[str], *, mapped: bool = False) -> Checkpoint:
     """Return the checkpoint in the directory `path`, verified.
 
-    Its tensors own their memory and lie on the CPU; nothing stays mapped or open. No pickle is read.
+    Its tensors own their memory and are on the CPU; no file remains mapped or open. No pickle is read.
 
     Args:
         path: of the checkpoint.
-        mapped: leave the tensors in the mapped files, which is several times faster where they are only read or
-            copied, to a GPU or into a model. They may be changed; the files do not. The files are hashed as always,
-            but must not be altered in place while the tensors live; deleting them does no harm, except on Windows,
-            where it fails.
+        mapped: leave the tensors in the mapped files, which is several times faster if they are only read or copied, to
+            a
+            GPU or into a model. They may be changed without changing the files. The files are hashed as always, but
+            must
+            not be altered in place while the tensors exist. They may be deleted, except on Windows, where that fails.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
-        CheckpointDamagedError: naming the file and the fault.
-        CheckpointMismatchError: a model export, a single file, or of an older format or a newer trainstack.
+        CheckpointDamagedError: a file is damaged; the message names it and the fault.
+        CheckpointMismatchError: it is a model export, a single file, or of an older format or a newer trainstack.
     """
     return _read(*_open_states(path), _Reader(map_tensors if mapped else read_tensors))
 
 
 def read_deferred(path: str | os.PathLike[str], *, verified: bool = False) -> Checkpoint:
-    """As `read_checkpoint`, but large tensors are a `DeferredTensor`: read, and compared again, where they are used.
+    """`read_checkpoint` with a `DeferredTensor` for each large tensor, which is read and compared again at its use.
 
-    All files are compared with their hashes first, unless another process has `verified` them.
+    All files are first compared with their hashes, unless another process has `verified` them.
     """
     return _read(*_open_states(path), _deferring(verified))
 
@@ -58,11 +59,11 @@ def _deferring(verified: bool) -> _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """How tensors are read.
+    """The functions that read tensors.
 
     Attributes:
-        file: those of a file, with its record and index.
-        rows: those whose rows lie in several files.
+        file: reads the tensors of a file, with its record and index.
+        rows: reads tensors whose rows are in several files.
     """
 
     file: Callable[[Path, FileRecord, FileIndex | None], dict[str, torch.Tensor]]
@@ -75,7 +76,7 @@ _OUTLINE = _Reader(read_placeholders, StoredTensors.placeholders)
 def _read(root: Path, content: Manifest, read: _Reader) -> Checkpoint:
     if content.kind != "checkpoint":
         raise CheckpointMismatchError(
-            f"{root} is a model export; it holds no optimizer, trainer or backend "
+            f"{root} is a model export; it has no optimizer, trainer or backend "
             "state to resume from. Name a checkpoint, or load the weights with read_model() and load_state_dict()."
         )
     if content.format_version == 1:
@@ -96,15 +97,15 @@ def _read(root: Path, content: Manifest, read: _Reader) -> Checkpoint:
 
 
 def read_model(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[str, Any]:
-    """Return the model state in an export, or the module state in a checkpoint; as `read_checkpoint`.
+    """Return the model state in an export, or the module state in a checkpoint. See `read_checkpoint`.
 
-    Of a checkpoint it reads no other state. It may be of an older format.
+    Other states of a checkpoint are not read. It may have an older format.
     """
     return _read_model(path, _Reader(map_tensors if mapped else read_tensors))
 
 
 def read_deferred_model(path: str | os.PathLike[str], *, verified: bool = False) -> Checkpoint:
-    """As `read_deferred`, of an export or a checkpoint, with the state of the module alone."""
+    """`read_deferred` of an export or a checkpoint, with only the state of the module."""
     return Checkpoint(module_interface_state=_read_model(path, _deferring(verified)))
 
 
@@ -112,15 +113,14 @@ def _read_model(path: str | os.PathLike[str], reader: _Reader) -> dict[str, Any]
     root, content = _open_states(path)
     state = _Files(root, content, reader).model()
     if state is None:
-        raise CheckpointMismatchError(f"{root} holds no model state. Name another checkpoint.")
+        raise CheckpointMismatchError(f"{root} has no model state. Name another checkpoint.")
     return state
 
 
 def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[Manifest, dict[str, Any]]:
-    """Return the manifest of a checkpoint or export and its states by name; as `read_checkpoint`.
+    """Return the manifest of a checkpoint or export and its states by name. See `read_checkpoint`.
 
-    It may be of an older format. With `tensors=False` no tensor is read: placeholders of the same shapes and dtypes
-    stand for them.
+    It may have an older format. With `tensors=False` no tensor is read; placeholders have the same shapes and dtypes.
     """
     root, content = _open_states(path)
     files = _Files(root, content, _Reader(read_tensors) if tensors else _OUTLINE)
@@ -130,26 +130,26 @@ def read_states(path: str | os.PathLike[str], *, tensors: bool = True) -> tuple[
 def _open_states(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     root, content = open_checkpoint(path)
     if content.kind == "begin":
-        raise CheckpointMismatchError(f"{root} marks the beginning of a run and holds no state. Name a checkpoint.")
+        raise CheckpointMismatchError(f"{root} marks the beginning of a run and has no state. Name a checkpoint.")
     return root, content
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files of one checkpoint, and how its tensors are read."""
+    """The files of one checkpoint, and the functions that read its tensors."""
 
     root: Path
     content: Manifest
     read: _Reader
 
     def model(self) -> dict[str, Any] | None:
-        """The state of the module alone."""
+        """The state of the module only."""
         tree = read_json(self.root, self.content, manifest.TREE_FILE)
         decoder = self._decoder(read_index(self.root, self.content), manifest.MODEL_FILE)
         return self._state(decoder, tree, MODEL_STATE if self.content.kind == "model" else STATES[0])
 
     def states(self) -> dict[str, Any]:
-        """All states of a checkpoint by name, those of the ranks included."""
+        """All states of a checkpoint by name, including those of the ranks."""
         hashes = read_index(self.root, self.content)
         tree = read_json(self.root, self.content, manifest.TREE_FILE)
         count = rank_count(self.root, self.content, tree)
@@ -173,7 +173,7 @@ class _Files:
         return StateDecoder(tensors, outline=self.read is _OUTLINE)
 
     def _joined(self, hashes: Mapping[str, FileIndex], whole_file: str) -> dict[str, torch.Tensor]:
-        """The tensors whose rows lie in the files of several ranks."""
+        """The tensors whose rows are in the files of several ranks."""
         stored = StoredTensors(self.root, self.content, hashes, files_of(self.content, whole_file))
         stored.check_headers()
         return self.read.rows(stored)

@@ -1,7 +1,7 @@
 """Deletion of checkpoints that need not be kept.
 
-Everything is derived from the manifests on the disk, so it does not matter which process wrote them, or how often
-the training was interrupted in between.
+All decisions use the manifests on the disk, so they do not depend on the processes that wrote them, or on interruptions
+of the training.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from trainstack.checkpointing import temp_dirs
 from trainstack.checkpointing.abstract import Checkpoint
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, Contents, has_its_files, read_entry, version_of
-from trainstack.checkpointing.lookup import checkpoints_of_run, of_run, refresh_pointers
+from trainstack.checkpointing.lookup import refresh_pointers
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
-from trainstack.checkpointing.verification import read_back
+from trainstack.checkpointing.verification import checkpoints_of_run, of_run, read_back
 
 LogFn = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which checkpoints of a directory are kept.
+    """The rule for the checkpoints that a directory keeps.
 
     Attributes:
-        directory: where checkpoints are saved.
-        args: which of them are to be kept.
+        directory: the directory of checkpoints.
+        args: the number of checkpoints to keep.
         say: takes a level of the logging module and a line.
-        verify_owner: raises if this process may not write here any more.
+        verify_owner: raises if this process may no longer write to the directory.
     """
 
     directory: Path
@@ -48,12 +48,12 @@ class Retention:
         return self.args.keep_last is not None and self.args.verify == "read_back"
 
     def apply(self, contents: Contents) -> None:
-        """Set the pointers, and delete the checkpoints that need not be kept, of those in `contents`.
+        """Update the pointers, and delete the checkpoints in `contents` that need not be kept.
 
-        A failure is said and is no error: the checkpoint that was just written is safe.
+        A failure is logged and does not raise, because the new checkpoint is safe.
 
         Raises:
-            LeaseError: another process has taken the directory over; what it needs is not deleted.
+            LeaseError: another process has acquired the directory. Nothing that it needs is deleted.
         """
         try:
             run = of_run(contents, self.args.file_prefix)
@@ -77,14 +77,15 @@ class Retention:
     def to_delete(self, run: list[CheckpointInfo]) -> list[CheckpointInfo]:
         """The checkpoints of `run` to delete: neither among the newest nor among the best.
 
-        Only intact ones count as kept, so an intact one always remains. Never among them: pinned, renamed, linked or
-        damaged ones.
+        Only intact ones count as kept, so an intact one always remains. Pinned, renamed, linked or damaged ones are
+        never
+        deleted.
         """
         if self.args.keep_last is None:
             return []
         ours = [info for info in run if not info.pinned and info.path.name == info.name and not info.path.is_symlink()]
         doomed = self._beyond(ours, has_its_files)
-        if doomed and self.reads_back:  # the bytes are read only where something is to be deleted
+        if doomed and self.reads_back:  # reading all bytes is slow, so only if something is to be deleted
             doomed = self._beyond(ours, self._is_intact)
         return [info for info in doomed if has_its_files(info) and info not in _damaged]
 
@@ -103,14 +104,14 @@ class Retention:
 
 
 _verified: dict[Path, tuple[tuple[int, ...], str | None]] = {}
-"""Inode, size and times of the manifests of checkpoints that were read, and what was wrong with their bytes."""
+"""Inode, size and times of the manifests of checkpoints that were read, and the damage that was found."""
 
 _damaged: set[CheckpointInfo] = set()
-"""Checkpoints of which a warning was given."""
+"""Checkpoints with a warning, so that each is warned of once."""
 
 
 def verify_once(path: Path) -> str | None:
-    """What is wrong with the checkpoint at `path`; None if nothing is. Reads it from the disk, once in a process."""
+    """The damage of the checkpoint at `path`, or None. Reads it from the disk, once in a process."""
     try:
         mark = version_of(os.stat(path / MANIFEST))
     except OSError as error:
@@ -122,23 +123,23 @@ def verify_once(path: Path) -> str | None:
 
 
 def note_verified(path: Path, problem: str | None) -> None:
-    """Let `verify_once` know what another reading of the checkpoint at `path` has found."""
+    """Record for `verify_once` the result of another reading of the checkpoint at `path`."""
     with suppress(OSError):
         _verified[path] = version_of(os.stat(path / MANIFEST)), problem
 
 
 def newest_of(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
-    """The first of `infos`, which are newest first, whose files are there."""
+    """The first of `infos`, which are newest first, whose files exist."""
     return next(iter(_first(1, infos, has_its_files)), None)
 
 
 def best_of(infos: Iterable[CheckpointInfo], args: DefaultCheckpointerArguments) -> CheckpointInfo | None:
-    """The best of `infos` whose files are there; None if no value is finite."""
+    """The best of `infos` whose files exist; None if no value is finite."""
     return next(iter(_first(1, args.monitored.rank(infos), has_its_files)), None)
 
 
 def preserve_pin(checkpoint: Checkpoint, path: Path, prefix: str) -> Checkpoint:
-    """`checkpoint`, pinned if it replaces a pinned one of the same run at `path`: the same step, saved again."""
+    """`checkpoint`, pinned if it replaces a pinned one of the same run at `path`, that is, of the same step."""
     before = read_entry(path)
     if not isinstance(before, CheckpointInfo) or not before.pinned:
         return checkpoint

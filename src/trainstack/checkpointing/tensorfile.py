@@ -1,8 +1,7 @@
-"""Tensor files in the safetensors format, hashed in the same pass that writes or reads them.
+"""Tensor files in the safetensors format, hashed in the pass that writes or reads them.
 
-The format is a header, which `index.py` writes and reads, and the bytes of the tensors. It does not use the
-safetensors package, which cannot hash the bytes that it writes, or decode hashed bytes without a further copy of all of
-them.
+The format is a header, which `index.py` writes and reads, and the bytes of the tensors. The safetensors package is not
+used, because it cannot hash the bytes that it writes, or decode hashed bytes without another copy of all of them.
 """
 
 from __future__ import annotations
@@ -37,16 +36,17 @@ RawTensor = tuple[str, torch.dtype, list[int]]
 
 
 Rows = tuple[list[int], int]
-"""The shape of a whole tensor, and the first row of a run of its rows."""
+"""The shape of a whole tensor, and the index of the first of its consecutive rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
     """The tensors of one file, in its order.
 
-    `tensors` may be an iterator that makes one tensor after the other: a file is written with one of them in memory.
-    It has to yield the tensors of `layout`, in that order. `rows` has the rows of its tensors for a file of format
-    version 3.
+    `tensors` may be an iterator that makes one tensor after the other, so that only one is in memory at a time. It has
+    to
+    yield the tensors of `layout` in that order. `rows` describes the rows of its tensors for a file of format version
+    3.
     """
 
     layout: list[RawTensor]
@@ -55,14 +55,14 @@ class TensorPart:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], rows: Mapping[str, Rows] | None = None) -> TensorPart:
-        """The part of tensors that exist already; of format version 3 with their `rows`."""
-        # wide elements first: so each tensor is aligned, as readers that map the file need it
+        """The part of existing tensors; for format version 3 with their `rows`."""
+        # large elements first: each tensor is then aligned, which readers that map the file need
         ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
         return cls([(name, tensor.dtype, list(tensor.shape)) for name, tensor in ordered], ordered, rows)
 
     @property
     def size(self) -> int:
-        """About the bytes of the file and of its part of the index."""
+        """The approximate bytes of the file and of its part of the index."""
         tensors = [(name, _byte_count(dtype, shape)) for name, dtype, shape in self.layout]
         about = sum(2 * len(name) + 256 for name, _ in tensors)  # dtype, shape, offsets and a hash for each name
         return about + sum(size + 64 * (size // CHUNK_BYTES) for _, size in tensors)
@@ -73,7 +73,7 @@ OnPiece = Callable[[str, TensorEntry, int, memoryview], None]
 
 
 def write_tensors(writer: FileWriter, part: TensorPart, on_piece: OnPiece | None = None) -> FileIndex:
-    """Write the tensors and return their hashes; one at a time is brought to the CPU and made contiguous.
+    """Write the tensors and return their hashes. One tensor at a time is copied to the CPU and made contiguous.
 
     Args:
         writer: of the file.
@@ -89,7 +89,7 @@ def write_tensors(writer: FileWriter, part: TensorPart, on_piece: OnPiece | None
     for name, entry in entries.items():
         found, tensor = next(given, _NOTHING)
         if found != name:
-            raise CheckpointError(f"the tensors do not come as the layout says: {name!r} was due, {found!r} came.")
+            raise CheckpointError(f"the tensors are not in the order of the layout: {name!r} expected, {found!r} came.")
         _write_tensor(writer, name, entry, tensor, on_piece)
     return FileIndex(digest(header), entries)
 
@@ -97,12 +97,12 @@ def write_tensors(writer: FileWriter, part: TensorPart, on_piece: OnPiece | None
 def _write_tensor(
     writer: FileWriter, name: str, entry: TensorEntry, tensor: torch.Tensor, on_piece: OnPiece | None
 ) -> None:
-    """Write a tensor; a deferred one has memory until this returns."""
+    """Write a tensor. A deferred one is freed at the end."""
     flat = whole(tensor).detach().resolve_conj().resolve_neg()
-    plain = flat.to("cpu").contiguous()  # apex O1 lets .cpu() give float32
+    plain = flat.to("cpu").contiguous()  # not `.cpu()`, which apex O1 replaces by one that returns float32
     data = _bytes_of(plain) if plain.numel() else memoryview(b"")
     if len(data) != entry.size:
-        raise CheckpointError(f"the tensors do not come as the layout says: {name!r} has {len(data)} bytes.")
+        raise CheckpointError(f"the tensors do not have the sizes of the layout: {name!r} has {len(data)} bytes.")
     start = entry.start
     for first, end in entry.spans():
         piece = data[first - start : end - start]
@@ -117,11 +117,11 @@ def read_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dic
 
     Args:
         path: of the file.
-        record: what the manifest says of it.
-        index: what the index says of it; None for a checkpoint of format version 1, which has none.
+        record: its entry in the manifest.
+        index: its entry in the index; None for a checkpoint of format version 1, which has no index.
 
     Raises:
-        CheckpointDamagedError: size, header or a tensor are not as they were written, or there is not enough memory.
+        CheckpointDamagedError: size, header or a tensor differ from the written ones, or there is not enough memory.
     """
     if index is None:
         check_file(path, record)
@@ -130,7 +130,7 @@ def read_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dic
 
 
 def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
-    """As `read_tensors`, but the tensors are the mapped file; a page becomes private memory when it is written to."""
+    """`read_tensors` without copies: the tensors are the mapped file, and a page becomes private when it is written."""
     if index is None:
         check_file(path, record)
     with open_recorded(path, record.size) as reader:
@@ -138,16 +138,17 @@ def map_tensors(path: Path, record: FileRecord, index: FileIndex | None) -> dict
 
 
 DEFERRED_BYTES = 1 << 16
-"""Tensors of more bytes are read where they are used."""
+"""Tensors with more bytes are read at their use."""
 
 
 def defer_tensors(
     path: Path, record: FileRecord, index: FileIndex | None, *, verified: bool = False
 ) -> dict[str, torch.Tensor]:
-    """As `read_tensors`, but tensors of more than `DEFERRED_BYTES` bytes are a `DeferredTensor`.
+    """`read_tensors` with a `DeferredTensor` for each tensor of more than `DEFERRED_BYTES` bytes.
 
-    All bytes are compared with their hashes now, unless they were `verified` already. Later reads are compared again.
-    The file must not move as long as the tensors are used.
+    All bytes are compared with their hashes now, unless they are already `verified`. Later reads are compared again.
+    The
+    file must not be moved as long as the tensors are used.
     """
     if index is None:
         return read_tensors(path, record, index)
@@ -183,12 +184,12 @@ class _StoredTensor:
         """The tensor, in separate memory.
 
         Raises:
-            CheckpointDamagedError: the file is not there any more, or is not as it was written.
+            CheckpointDamagedError: the file no longer exists, or differs from the written one.
         """
         return self._read(0, self.entry.shape[0])
 
     def read_rows(self, first: int, end: int) -> torch.Tensor:
-        """Rows `first` to before `end`; other rows are read as far as they share a chunk with these."""
+        """Rows `first` to `end`, without `end`. Other rows are read only if they share a chunk with these."""
         return self._read(first, end)
 
     def _read(self, first: int, end: int) -> torch.Tensor:
@@ -221,16 +222,16 @@ class _StoredTensor:
 
 
 def read_unverified_tensors(path: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file that no manifest speaks for.
+    """Return the tensors of a safetensors file without a manifest.
 
-    Otherwise as `read_tensors`, or, if `mapped`, as `map_tensors`.
+    Otherwise like `read_tensors`, or, if `mapped`, like `map_tensors`.
     """
     with open_recorded(path, None) as reader:
         return _map_all(reader, None) if mapped else _read_all(reader, None)
 
 
 def read_placeholders(path: Path, record: FileRecord, index: FileIndex | None) -> dict[str, torch.Tensor]:
-    """Return tensors of the names, dtypes and shapes of a file, without memory or values; as `read_tensors`."""
+    """Return tensors with the names, dtypes and shapes of a file, without memory or values. See `read_tensors`."""
     with open_recorded(path, record.size) as reader:
         layout = _layout(reader, index)
         return {name: torch.zeros((), dtype=dtype).expand(shape) for name, dtype, shape in layout}
@@ -242,7 +243,7 @@ def _map_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch.
     mapping = reader.map(index.chunks(start) if index else [])
     for name, dtype, shape in layout:
         size = _byte_count(dtype, shape)
-        if start % dtype.itemsize:  # files of others need not be aligned
+        if start % dtype.itemsize:  # tensors in files of other libraries need not be aligned
             flat = torch.frombuffer(bytearray(mapping[start : start + size]), dtype=torch.uint8)
         else:
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start) if size else torch.empty(0)
@@ -258,7 +259,7 @@ def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in layout}
     except (RuntimeError, MemoryError) as error:
         raise CheckpointDamagedError(
-            f"{reader.path} is refused: no memory for {reader.size:,} bytes ({error})."
+            f"{reader.path} is refused: not enough memory for {reader.size:,} bytes ({error})."
         ) from error
     targets = {name: _bytes_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
     start = reader.position
@@ -290,7 +291,7 @@ def _byte_count(dtype: torch.dtype, shape: list[int]) -> int:
 
 
 def _entries(layout: list[RawTensor], rows: Mapping[str, Rows] | None) -> dict[str, TensorEntry]:
-    """The entries of the index, still without hashes; a dtype that safetensors lacks is a row of bytes there."""
+    """The entries of the index, still without hashes. A tensor of a dtype that safetensors lacks is stored as bytes."""
     entries = {}
     for name, dtype, shape in layout:
         native = NATIVE.get(dtype)

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint's files with its manifest. Decodes no tensors, and needs no torch."""
+"""Opens checkpoints, also by the files `last` and `best`, and compares their files with the manifest, without torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainstack._files import local_path
+from trainstack._files import local_path, open_for_reading
 from trainstack.checkpointing import index, manifest
+from trainstack.checkpointing.arguments import Monitor
 from trainstack.checkpointing.checksums import PaceFn, read_file
-from trainstack.checkpointing.directory import CheckpointInfo, info_of, is_checkpoint_directory, read_manifest, scan
+from trainstack.checkpointing.directory import (
+    CheckpointInfo,
+    Contents,
+    begin_number,
+    has_its_files,
+    has_prefix,
+    info_of,
+    is_checkpoint_directory,
+    read_manifest,
+    scan,
+)
 from trainstack.checkpointing.field_types import short
 from trainstack.checkpointing.format import RANK_STATES, Json
 from trainstack.checkpointing.index import FileIndex, check_tensors
@@ -23,12 +35,13 @@ from trainstack.errors import CheckpointDamagedError, CheckpointError, Checkpoin
 def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     """Compare every file of a checkpoint or model export with its manifest.
 
-    Reads all bytes, decodes no tensors and keeps nothing in memory. Of a damaged tensor the message has the name and
+    It reads all bytes, decodes no tensors and keeps nothing in memory. For a damaged tensor the message has the name
+    and
     the range of elements.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
-        CheckpointDamagedError: naming the file and the fault.
+        CheckpointDamagedError: a file is damaged; the message names it and the fault.
         CheckpointMismatchError: `path` is a single file, or was written by a newer trainstack.
     """
     root, content = open_checkpoint(path)
@@ -37,10 +50,11 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
-    """What is wrong with the checkpoint or export at `path`; None if nothing is.
+    """The damage of the checkpoint or export at `path`; None if there is none.
 
-    As `verify_checkpoint`, but of the bytes that are on the disk rather than those that the system still has. Where the
-    system cannot drop its pages, it compares those. `pace` is called before tensors are read.
+    Unlike `verify_checkpoint`, it compares the bytes on the disk, not those in the page cache, if the system can drop
+    its
+    pages. `pace` is called before tensors are read.
     """
     try:
         for file in path.iterdir():
@@ -52,7 +66,10 @@ def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
 
 
 def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> None:
-    """Compare all files in `root` with its manifest `content`; raises as `verify_checkpoint`."""
+    """Compare all files in `root` with its manifest `content`. Raises as `verify_checkpoint` does.
+
+    For a file `last` or `best`, they are those of the checkpoint to which it points.
+    """
     if content.kind == "begin":
         return
     hashes = read_index(root, content)
@@ -66,22 +83,24 @@ def verify_files(root: Path, content: Manifest, pace: PaceFn | None = None) -> N
 
 
 TENSORS = ".safetensors"
-"""What the names of tensor files end with."""
+"""The end of the names of tensor files."""
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    """Return the absolute path and the manifest of a checkpoint or export; raises as `verify_checkpoint`."""
+    """Return the absolute path and the manifest of a checkpoint or export. Raises as `verify_checkpoint` does."""
     root = local_path(path).absolute()
     try:
         status = os.stat(root)
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-        raise CheckpointNotFoundError(f"{root} does not exist. Give the directory of a checkpoint.") from error
+        raise CheckpointNotFoundError(f"{root} does not exist. Name the directory of a checkpoint.") from error
     except OSError as error:
         raise CheckpointDamagedError(f"{root} cannot be read: {error}. Load another checkpoint.") from error
-    if not stat.S_ISDIR(status.st_mode):
+    if stat.S_ISREG(status.st_mode) and rule_in(root) is not None:
+        root = resolve_pointer(root)
+    elif not stat.S_ISDIR(status.st_mode):
         raise CheckpointMismatchError(
             f"{root} is a single file; a checkpoint is a directory with a {manifest.FILE_NAME}. Pickle files "
-            "(.pt, .pth, .ckpt) are never read unasked: load_torch_weights(path) does, for their weights."
+            "(.pt, .pth, .ckpt) are never read implicitly: load_torch_weights(path) reads their weights."
         )
     if not is_checkpoint_directory(root):
         what = f"{root} is not a checkpoint: it has no {manifest.FILE_NAME} of trainstack."
@@ -89,7 +108,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         if inside:
             newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
             raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
-        raise CheckpointNotFoundError(f"{what} Give the directory of a checkpoint.{hint_of_pickles(root)}")
+        raise CheckpointNotFoundError(f"{what} Name the directory of a checkpoint.{hint_of_pickles(root)}")
     return root, read_manifest(root)
 
 
@@ -97,49 +116,49 @@ PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 
 def hint_of_pickles(folder: Path) -> str:
-    """A sentence for a folder without checkpoint that holds files which torch.save may have written; else ""."""
+    """A sentence if a folder without a checkpoint contains files that torch.save may have written; otherwise ""."""
     try:
         entries = sorted(entry.name for entry in os.scandir(folder))
     except OSError:
         return ""
     if ".metadata" in entries and any(name.endswith(".distcp") for name in entries):
         return (
-            " It holds a distributed checkpoint of torch, whose metadata is a pickle, and pickles are never read "
-            f"unasked. Convert it with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
+            " It is a distributed checkpoint of torch, whose metadata is a pickle, and pickles are never read "
+            f"implicitly. Convert it with 'python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} "
             "weights.pt', and read the result with load_torch_weights('weights.pt')."
         )
     names = [name for name in entries if name.lower().endswith(PICKLE_SUFFIXES)]
     if not names:
         return ""
     return (
-        f" It holds {names[0]!r}, which may be a pickle, and pickles are never read unasked: "
+        f" It contains {names[0]!r}, which may be a pickle, and pickles are never read implicitly: "
         f"load_torch_weights({str(folder / names[0])!r}) reads its weights."
     )
 
 
 def read_json(root: Path, content: Manifest, file: str) -> dict[str, Json]:
-    """The object in a JSON file of the checkpoint, which was compared with its hash."""
+    """The object in a JSON file of the checkpoint, after comparing its hash."""
     path = root / file
     data = read_file(path, content.files[file])
     check_json_memory(path, data)
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointDamagedError(f"{path} is damaged: it is no JSON ({error}).") from error
+        raise CheckpointDamagedError(f"{path} is damaged: it is not JSON ({error}).") from error
     if not isinstance(tree, dict):
-        raise CheckpointDamagedError(f"{path} is damaged: it is no JSON object.")
+        raise CheckpointDamagedError(f"{path} is damaged: it is not a JSON object.")
     return tree
 
 
 def read_index(root: Path, content: Manifest) -> dict[str, FileIndex]:
-    """The hashes of the tensor files; none for format version 1. In version 3 a tensor lies in several files."""
+    """The hashes of the tensor files; none for format version 1. In version 3 a tensor is in several files."""
     if content.format_version == 1:
         return {}
     path, joined = root / manifest.INDEX_FILE, None
     data = read_file(path, content.files[manifest.INDEX_FILE])
     if content.is_sharded:
         found, joined = index.parse_sharded(data, path)
-        names = []  # a tensor lies in several files, which `parse_sharded` has compared
+        names = []  # a tensor is in several files, and `parse_sharded` has checked its rows
     else:
         found = index.parse(data, path)
         names = [name for file in found.values() for name in file.tensors]
@@ -152,7 +171,7 @@ def read_index(root: Path, content: Manifest) -> dict[str, FileIndex]:
 
 
 def rank_count(root: Path, content: Manifest, tree: Mapping[str, Json]) -> int | None:
-    """How many ranks have a state of their own, or None. The manifest has to list their files, and no others."""
+    """The number of ranks with a separate state, or None. The manifest has to list their files, and no others."""
     count = tree.get(RANK_STATES)
     texts = {file for file in content.files if file.startswith("rank-") and file.endswith(".json")}
     tensors = {file for file in content.files if file.startswith("rank-") and file.endswith(TENSORS)}
@@ -163,6 +182,104 @@ def rank_count(root: Path, content: Manifest, tree: Mapping[str, Json]) -> int |
     if (count is None and not texts and not tensors) or (whole and not stray):
         return count
     raise CheckpointDamagedError(
-        f"{root / manifest.TREE_FILE} is damaged: it speaks of {short(count)} ranks, and the manifest lists the states "
+        f"{root / manifest.TREE_FILE} is damaged: it has {short(count)} ranks, but the manifest lists the states "
         f"of {len(texts)}. Load another checkpoint."
     )
+
+
+def with_prefix(contents: Contents, prefix: str) -> list[CheckpointInfo]:
+    """Return the checkpoints with this prefix whose manifest is intact, newest first."""
+    return [info for info in contents.intact if info.kind == "checkpoint" and has_prefix(info.name, prefix)]
+
+
+def newest_entry(contents: Contents, prefix: str) -> CheckpointInfo | None:
+    """The newest checkpoint or beginning of a run with this prefix: The directory belongs to its run."""
+    begun = [info for info in contents.begun if begin_number(info.path, prefix) is not None]
+    newest = [*begun[:1], *with_prefix(contents, prefix)[:1]]
+    return max(newest, key=lambda info: info.sequence, default=None)
+
+
+def damaged_begin(contents: Contents, prefix: str) -> CheckpointDamagedError | None:
+    """The error of a damaged beginning of a run that is newer than all other entries with this prefix, or None."""
+    newest = newest_entry(contents, prefix)
+    for path, error in contents.broken_begins.items():
+        number = begin_number(path, prefix)
+        if number is not None and (newest is None or number > newest.sequence):
+            return error
+    return None
+
+
+def of_run(contents: Contents, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
+    """Return the checkpoints of the run `run_id`, or of the run to which the directory belongs, newest first.
+
+    Checkpoints without a run id belong to it if no run began after them.
+    """
+    if run_id is not None:
+        return [info for info in with_prefix(contents, prefix) if info.run_id == run_id]
+    newest = newest_entry(contents, prefix)
+    if newest is None or damaged_begin(contents, prefix) is not None:
+        return []
+    own = [info for info in with_prefix(contents, prefix) if info.run_id == newest.run_id]
+    if newest.run_id is not None:
+        return own
+    after = max((info.sequence for info in contents.begun if begin_number(info.path, prefix) is not None), default=-1)
+    return [info for info in own if info.sequence > after]
+
+
+def checkpoints_of_run(directory: Path, prefix: str, run_id: str | None = None) -> list[CheckpointInfo]:
+    """`of_run` of the current content of `directory`."""
+    return of_run(scan(directory), prefix, run_id)
+
+
+# Only the rule of a pointer (prefix and metric) is used. The checkpoint is searched by the manifests, so that a stale,
+# incomplete or missing pointer has no effect.
+POINTER_FORMAT = "trainstack-pointer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointerRule:
+    """The rule of a pointer: the newest checkpoint with this prefix, or the best one if there is a monitor."""
+
+    file_prefix: str
+    monitor: Monitor | None
+
+
+def rule_in(path: Path) -> PointerRule | None:
+    """The rule in the file `path`; None if it is not a pointer, or cannot be read."""
+    try:
+        body = json.loads(read_beginning(path))
+        prefix, metric = body["file_prefix"], body.get("monitor")
+        if body["format"] != POINTER_FORMAT or not isinstance(prefix, str):
+            return None
+        if metric is None:
+            return PointerRule(file_prefix=prefix, monitor=None)
+        if not isinstance(metric, str) or body["mode"] not in ("min", "max"):
+            return None
+        return PointerRule(file_prefix=prefix, monitor=Monitor(name=metric, mode=body["mode"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def read_beginning(path: Path) -> bytes:
+    """The content of a pointer, limited to 64 KiB, because the file may be another, large one."""
+    with open_for_reading(path) as file:
+        return file.read(1 << 16)
+
+
+def resolve_pointer(path: Path) -> Path:
+    """`path`, or the checkpoint to which it points if it is a file `last` or `best`.
+
+    Raises:
+        CheckpointNotFoundError: it is such a file, and the checkpoint no longer exists.
+    """
+    rule = rule_in(path)
+    if rule is None:
+        return path
+    run = checkpoints_of_run(path.parent, rule.file_prefix)
+    found = next(filter(has_its_files, run if rule.monitor is None else rule.monitor.rank(run)), None)
+    if found is None:
+        which = "newest" if rule.monitor is None else f"best by {rule.monitor.name!r}"
+        raise CheckpointNotFoundError(
+            f"{path} points to the {which} of the checkpoints in its folder, and there is none. Name another one."
+        )
+    return found.path

@@ -1,4 +1,4 @@
-"""Weights alone: export to a folder or a hub, and loading as far as they fit."""
+"""Weights without other states: export to a folder or a hub, and loading of all tensors that fit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from trainstack._files import local_path
 from trainstack.checkpointing.difference import differences
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.pretrained.companions import exported_state
 from trainstack.checkpointing.pretrained.matching import WarmStartReport, match_weights
 from trainstack.checkpointing.pretrained.reading import folder_of_hub_id, read_file, read_folder
 from trainstack.checkpointing.reading import read_model
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.checkpointing.writing import write_model
 from trainstack.errors import (
     CheckpointError,
@@ -65,35 +65,35 @@ def export_model(
     """Write weights as the folder `path`: safetensors, JSON, a manifest with hashes, and a README.
 
     `read_model(path)` returns them; `init_weights_from=path` starts a training from them; any reader of safetensors
-    opens `model.safetensors`. An export of the same state at `path` is left as it is, with a README that you have
-    edited and files that you have added.
+    opens `model.safetensors`. An existing export of the same state at `path` is not changed, nor is a README that you
+    have edited or a file that you have added.
 
     Args:
-        model: a module, whose `get_state()` or else `state_dict()` is taken, or a state dict.
-        path: of the folder to make; missing parents are made as well. A binary file, such as an `io.BytesIO`, gets the
-            tensors alone, in the safetensors format.
+        model: a module, whose `get_state()` or else `state_dict()` is written, or a state dict.
+        path: of the folder to create, with missing parents. A binary file, such as an `io.BytesIO`, gets only the
+            tensors, in the safetensors format.
         plan: of the training, for the manifest and the README.
-        global_step: global steps behind these weights, skipped ones included.
-        metadata: further information. Plain values, one level of dicts.
+        global_step: global steps of the training of these weights, including skipped ones.
+        metadata: further information: plain values, and dicts of these.
         run_id: of the run that trained the weights, for the manifest.
-        overwrite: replace an export of another state at `path`, whole or not at all, and delete all files in it.
-        part: of the module, such as `"model"`, whose weights are written under their own names; by default all of it.
-            Where a module that is not a `ModuleInterface`, or a part, has a configuration with `save_pretrained`, that
-            is written as well, so that its `from_pretrained` reads the folder. Of a `PeftModel` the adapters alone are
-            written, as its `save_pretrained` does.
+        overwrite: replace an export of another state at `path`, completely or not at all, and delete all files in it.
+        part: a submodule, such as `"model"`, whose weights are written under the names in the submodule; by default the
+            whole module. If a submodule, or a module that is not a `ModuleInterface`, has a configuration with
+            `save_pretrained`, that is written too, so that its `from_pretrained` reads the folder. Of a `PeftModel`
+            only the adapters are written, as its `save_pretrained` does.
         card: fields for the README's front matter, the metadata of a model card, such as `{"license": "mit"}`.
-        max_shard_size: write the tensors of a larger state into several files, `model-00001-of-00003.safetensors` and
-            so on, with a `model.safetensors.index.json` that `from_pretrained` reads. A number of bytes, `"5GB"` or
-            `"500MiB"`. A larger tensor has a file for itself.
+        max_shard_size: write the tensors of a larger state to several files, `model-00001-of-00003.safetensors` and so
+            on, with a `model.safetensors.index.json` for `from_pretrained`. A number of bytes, `"5GB"` or `"500MiB"`. A
+            tensor that is larger has a separate file.
 
     Returns:
         The absolute path; None for a file.
 
     Raises:
-        CheckpointError: an export of another state or something else is there, or the file system refused.
-        UnsupportedStateError: a state holds a value that the format does not.
-        ConfigurationError: `model` is neither a module nor a mapping, or has no such part, or has values that are no
-            tensors, for a file.
+        CheckpointError: an export of another state or something else exists at `path`, or the file system refused.
+        UnsupportedStateError: a state contains a value that the format cannot store.
+        ConfigurationError: `model` is neither a module nor a mapping, or has no such part, or contains other values
+            than tensors, for a file.
     """
     owner, state = None, _state_of(model)
     if isinstance(model, nn.Module) and (part or not hasattr(model, "get_state")):
@@ -110,7 +110,7 @@ def find_part(module: nn.Module, part: str) -> nn.Module:
     """The submodule `part` of `module`, without a wrapper of `torch.compile`; "" for `module` itself.
 
     Raises:
-        ConfigurationError: there is none; the message has the names that there are.
+        ConfigurationError: there is no such submodule; the message has the existing names.
     """
     try:
         found = module.get_submodule(part)
@@ -133,16 +133,16 @@ def write_export(
     overwrite: bool = False,
     **about: Any,
 ) -> Path:
-    """Write the state dict `model`, or its `part`, which is the module `owner`; otherwise as `export_model`."""
+    """Write the state dict `model`, or its `part`, the state of the module `owner`. Otherwise like `export_model`."""
     target = local_path(path).absolute()
     if is_checkpoint_directory(target) and read_manifest(target).kind == "checkpoint":
-        raise CheckpointError(f"{target} is a checkpoint, which an export does not replace. Give another path.")
+        raise CheckpointError(f"{target} is a checkpoint, which an export does not replace. Use another path.")
     model = _state_of_part(model, owner, part)
     if not overwrite and is_checkpoint_directory(target):
         if _holds(target, model):
             return target
         raise CheckpointError(
-            f"{target} is an export of another state, which is not replaced. Give another path, or write "
+            f"{target} is an export of another state, which is not replaced. Use another path, or write "
             "overwrite=True, which deletes it with all files that were added to it."
         )
     return write_model(model, target.parent, target.name, owner=owner, card=card, **about)
@@ -152,7 +152,7 @@ def _state_of(model: Any) -> Mapping[str, Any]:
     if isinstance(model, nn.Module):
         model = getattr(model, "get_state", model.state_dict)()
     if not isinstance(model, Mapping):
-        raise ConfigurationError(f"export_model was given a {type(model).__name__}. Give it a module or a state dict.")
+        raise ConfigurationError(f"export_model got a {type(model).__name__}. Pass a module or a state dict.")
     return model
 
 
@@ -166,21 +166,21 @@ def _state_of_part(state: Mapping[str, Any], owner: nn.Module | None, part: str)
 
 def _write_tensors(state: Mapping[str, Any], file: BinaryIO) -> None:
     if not hasattr(file, "write"):
-        raise ConfigurationError(f"export_model(path={file!r}): give the path of a folder, or an open binary file.")
+        raise ConfigurationError(f"export_model(path={file!r}): pass the path of a folder, or an open binary file.")
     others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConfigurationError(
-            f"export_model to a file: {', '.join(map(repr, others[:3]))} are no tensors, and a safetensors file holds "
-            "nothing else. Give the path of a folder, or a dict of the tensors."
+            f"export_model to a file: {', '.join(map(repr, others[:3]))} are not tensors, and a safetensors file can "
+            "store only tensors. Pass the path of a folder, or a dict of the tensors."
         )
     from safetensors.torch import save  # the library writes its files with its own code
 
-    # copies, since the format refuses tensors that share memory, as tied weights do
+    # copies, because the format refuses tensors that share memory, such as tied weights
     file.write(save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()}))
 
 
 def _holds(export: Path, state: Mapping[str, Any]) -> bool:
-    """Whether `export` is intact and holds exactly `state`."""
+    """Whether `export` is intact and contains exactly `state`."""
     try:
         return not any(differences(read_model(export), dict(state)))
     except CheckpointError:
@@ -188,7 +188,7 @@ def _holds(export: Path, state: Mapping[str, Any]) -> bool:
 
 
 def require_hub() -> None:
-    """Raise `MissingExtraError` where huggingface_hub is not installed."""
+    """Raise `MissingExtraError` if huggingface_hub is not installed."""
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtraError("push_to_hub", "huggingface_hub", "hub")
 
@@ -206,18 +206,19 @@ def push_to_hub(
 ) -> str:
     """Upload the export at `path` to the model repository `repo_id`, in one commit.
 
-    The repository is made if it does not exist. The upload is the folder that `export_model` and `Trainer.export`
-    write; files of other names in the repository stay.
+    The repository is created if it does not exist. The upload is a folder of `export_model` or `Trainer.export`. Files
+    with
+    other names in the repository are not changed.
 
     Args:
         path: of the export.
         repo_id: such as `"me/my-model"`.
         commit_message: first line of the commit.
-        private: whether a repository that is made now is; None for the setting of the account.
+        private: whether a new repository is private; None for the setting of the account.
         revision: the branch; the main one if None.
         token: of the account; by default that of `hf auth login` or of HF_TOKEN.
         endpoint: the server's URL; by default HF_ENDPOINT or the public Hub.
-        allow_checkpoint: upload a checkpoint too, which holds optimizers, counters and history as well as the weights.
+        allow_checkpoint: upload a checkpoint too, which also contains optimizers, counters and history.
 
     Returns:
         The URL of the commit.
@@ -233,8 +234,8 @@ def push_to_hub(
     if kind is None or (kind != "model" and not allow_checkpoint):
         advice = "" if kind is None else " To upload the checkpoint itself, write allow_checkpoint=True."
         raise ConfigurationError(
-            f"push_to_hub({str(path)!r}): that is no export. Write one by trainer.export(path) or export_model(model, "
-            f"path).{advice}"
+            f"push_to_hub({str(path)!r}): this is not an export. Write one: trainer.export(path) or export_model(model,"
+            f" path).{advice}"
         )
     from huggingface_hub import HfApi
 
@@ -254,32 +255,32 @@ _WRAPPERS = ("module.", "_orig_mod.")
 def load_torch_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") -> dict[str, torch.Tensor]:
     """Read the tensors of a `.pt`, `.pth`, `.bin` or `.ckpt` file by `torch.load(weights_only=True)`.
 
-    Nothing that the file names is imported or called. A state dict that is stored under `state_dict`,
-    `model_state_dict`, `module_interface_state`, `model`, `module` or `weights` is found there. The prefixes `module.`
-    and `_orig_mod.` of wrappers are removed if every name has them. `model.` may be a part of the model, so it is
-    removed only with `strip_prefix`.
+    Nothing that the file names is imported or called. A state dict under the key `state_dict`, `model_state_dict`,
+    `module_interface_state`, `model`, `module` or `weights` is found. The prefixes `module.` and `_orig_mod.` of
+    wrappers
+    are removed if every name has them. `model.` may be a part of the model, so it is removed only with `strip_prefix`.
 
     Args:
         path: of the file.
-        strip_prefix: taken off the names that begin with it, such as `"model."`; there must be one.
+        strip_prefix: removed from the names that begin with it, such as `"model."`; at least one name must.
 
     Returns:
-        Tensors by name, on the CPU. Give them to `warm_start` or `load_state_dict`, or keep them with `export_model`.
+        Tensors by name, on the CPU. Pass them to `warm_start` or `load_state_dict`, or store them with `export_model`.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CheckpointMismatchError: it holds other things than tensors and plain values, or no state dict.
+        CheckpointNotFoundError: the file does not exist.
+        CheckpointMismatchError: it contains other objects than tensors and plain values, or no state dict.
     """
     file = local_path(path)
     if not file.is_file():
-        raise CheckpointNotFoundError(f"{file} is not a file. Give the file that torch.save wrote.")
+        raise CheckpointNotFoundError(f"{file} is not a file. Name a file that torch.save wrote.")
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the bytes are anybody's, and so are the errors
+    except Exception as error:  # the bytes may be anything, and so may the errors
         reason = " ".join(str(error).split()).split(" Please ")[0][:300]
         raise CheckpointMismatchError(
             f"{file} was not read: torch.load(weights_only=True) refused it ({type(error).__name__}: {reason}). "
-            "Have its author save model.state_dict() alone, or a safetensors file."
+            "Ask its author to save only model.state_dict(), or a safetensors file."
         ) from error
     return _strip_prefix(_tensors_in(loaded, file), strip_prefix, file)
 
@@ -294,8 +295,8 @@ def _tensors_in(loaded: Any, file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(found, Mapping) or not _is_state_dict(found):
         has = f"a dict with the keys {list(found)[:8]}" if isinstance(found, Mapping) else f"a {type(found).__name__}"
         raise CheckpointMismatchError(
-            f"{file} holds {has}, in which there is no state dict. Load it with torch.load(weights_only=True), pick "
-            "out the tensors and give them to warm_start."
+            f"{file} contains {has}, in which there is no state dict. Load it with torch.load(weights_only=True), "
+            "select the tensors and pass them to warm_start."
         )
     return {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
@@ -325,19 +326,23 @@ def warm_start(
 ) -> WarmStartReport:
     """Load the tensors that match `model` by name and shape, and report the rest.
 
-    Where nothing fits `model` itself, and exactly one of its children, or else of their children, takes tensors of
-    these names, the weights go there. So the weights of a network fit the `SupervisedModule` around it.
+    If nothing fits `model` itself, but exactly one of its children, or of their children, has tensors of these names,
+    the
+    weights are loaded there. So the weights of a network fit the `SupervisedModule` around it.
 
     Args:
-        model: any module; its other tensors stay as they are.
+        model: any module; its other tensors are not changed.
         source: a checkpoint, a file `last` or `best` next to it, an export, a folder of `save_pretrained`, a
-            `.safetensors` file, a `.safetensors.index.json`, the id of a model that is in the cache of
-            `huggingface_hub`, or tensors by name.
+            `.safetensors` file, a `.safetensors.index.json`, the id of a model in the cache of `huggingface_hub`, or
+            tensors by name.
         strict: refuse weights that do not match in every name and shape.
         name: of the source, for the report; by default its path.
 
+    Returns:
+        The result for each tensor.
+
     Raises:
-        CheckpointMismatchError: nothing fits at all, or not everything while `strict`. The model is unchanged.
+        CheckpointMismatchError: nothing fits, or not everything with `strict`. The model is unchanged.
         CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
     """
     if not isinstance(source, Mapping):
@@ -351,13 +356,13 @@ def warm_start(
 
 
 def read_weights(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of a path as `warm_start` accepts it, by name. No pickle is read, and nothing is downloaded.
+    """Return the tensors of a path that `warm_start` accepts, by name. No pickle is read, and nothing is downloaded.
 
-    With `mapped` they lie in the mapped files, as of `read_checkpoint`, so that one is read when it is used.
+    With `mapped` they are in the mapped files, as for `read_checkpoint`, so that each is read at its use.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`, and it is not an id in the cache of `huggingface_hub`.
-        CheckpointDamagedError: it is not as it was written, or no safetensors file.
+        CheckpointNotFoundError: nothing exists at `path`, and it is not an id in the cache of `huggingface_hub`.
+        CheckpointDamagedError: it differs from the written one, or is not a safetensors file.
         CheckpointMismatchError: it is a pickle, or of a newer trainstack.
     """
     place = local_path(path)
@@ -370,7 +375,7 @@ def read_weights(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[
 
 
 def flat_tensors(state: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of nested dicts, their keys joined by dots; other values are left out."""
+    """The tensors of nested dicts, with keys joined by dots. Other values are omitted."""
     found: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

@@ -38,12 +38,12 @@ from trainstack.errors import CheckpointError, LeaseError, UnsupportedStateError
 Made = TypeVar("Made")
 
 Signer = Callable[[Path], bytes]
-"""Makes the content of `SIGNATURE.json` for a folder that is complete but for it."""
+"""Makes the content of `SIGNATURE.json` for a folder in which only this file is missing."""
 
 
-@functools.cache  # to find the metadata of a package takes a millisecond, and each save asks
+@functools.cache  # finding the metadata of a package takes a millisecond, and each save needs it
 def library_versions() -> dict[str, str]:
-    """Return the versions of what a checkpoint depends on, to be read by a person."""
+    """Return the versions of the libraries that a checkpoint depends on, for readers of the manifest."""
     try:
         own = metadata.version("trainstack")
     except metadata.PackageNotFoundError:
@@ -58,16 +58,15 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What a directory will hold.
+    """The content of a directory to write.
 
     Attributes:
         kind: of the manifest.
-        parts: the tensors of each tensor file. A part whose tensors come from an iterator can be written once.
+        parts: the tensors of each tensor file. A part whose tensors are an iterator can be written only once.
         texts: the content of each JSON file.
         global_step, plan, metadata, run_id, lineage, format_version: fields of the manifest.
-        readme: of an export; the manifest does not speak of it.
-        companions: writes further files of an export into the folder that it is given, before the others. The manifest
-            does not speak of these either.
+        readme: of an export; the manifest does not list it.
+        companions: writes further files of an export to the folder, before the others. The manifest does not list them.
         sign: returns the content of `SIGNATURE.json` for the folder with all other files; None for no signature.
     """
 
@@ -91,7 +90,7 @@ class Payload:
         return sum(part.size for part in self.parts.values()) + texts + (1 << 20)
 
     def copy_into(self, buffers: HostBuffers) -> Payload:
-        """The same with tensors that the training does not touch; names differ between all parts."""
+        """A copy whose tensors the training does not change. Names have to differ between all parts."""
         tensors = {file: dict(part.tensors) for file, part in self.parts.items()}
         copies = buffers.copy({name: tensor for part in tensors.values() for name, tensor in part.items()})
         parts = {
@@ -109,13 +108,14 @@ def commit(
     lease: Lease | None = None,
     sequence: int | None = None,
 ) -> Path:
-    """Write `payload` as `directory/name` and return that path; raises CheckpointError.
+    """Write `payload` as `directory/name` and return that path. Raises CheckpointError.
 
-    The order is: files, manifest, temporary directory, each forced to the disk; then the old directory
-    of that name is renamed away, the new one renamed into its place, and the parent forced to the disk.
-    If `abandoned` is set on the way, the writing ends soon, with a CheckpointError and as if it had not begun.
-    With a `lease`, nothing gets its name once another process owns the directory.
-    `sequence` is above those of all that is in `directory`; who does not know it lets the directory be scanned.
+    The order is: files, manifest, temporary directory, each flushed to the disk; then an old directory with this name
+    is
+    renamed, the new one is renamed to the name, and the parent is flushed. If `abandoned` is set, the write ends soon
+    with
+    a CheckpointError, and leaves nothing. With a `lease`, nothing is renamed after another process has acquired the
+    directory. `sequence` has to be above those of all entries in `directory`; None scans the directory for it.
     """
     check_name(directory, name)
     final = directory / name
@@ -147,20 +147,20 @@ def discarded_on_failure(temporary: Path) -> Iterator[None]:
 
 @contextmanager
 def explaining(final: Path, lease: Lease | None) -> Iterator[None]:
-    """A block that writes the checkpoint `final`; what the file system refuses becomes a CheckpointError."""
+    """A block that writes the checkpoint `final`. An error of the file system becomes a CheckpointError."""
     try:
         yield
     except OSError as error:
         if lease is not None:
-            lease.verify()  # the files of another owner may be in the way
+            lease.verify()  # if another process owns the directory, its files may be the reason
         raise CheckpointError(
             f"checkpoint {final} could not be written: {error}. Earlier checkpoints are intact. "
-            "Free space or mend the directory, or set save_dir to another one."
+            "Free space or repair the directory, or set save_dir to another one."
         ) from error
 
 
 def give_name(temporary: Path, final: Path, payload: Payload, sequence: int, lease: Lease | None) -> None:
-    """Make a complete temporary directory the checkpoint `final`, unless another start of the run is further."""
+    """Rename a complete temporary directory to `final`, unless another start of the run has a later checkpoint."""
     if lease is None and payload.kind == "checkpoint" and payload.global_step is not None:
         _refuse_given_up(final, sequence, payload.global_step)
     _swap(temporary, final, lease)
@@ -168,19 +168,19 @@ def give_name(temporary: Path, final: Path, payload: Payload, sequence: int, lea
 
 
 def check_name(directory: Path, name: str) -> None:
-    """Refuse a name that is none, or that something else in `directory` has; raises CheckpointError."""
+    """Refuse an invalid name, or one of another file in `directory`. Raises CheckpointError."""
     if not manifest.is_plain_name(name):
         raise CheckpointError(f"{name!r} cannot name a checkpoint: write a plain name such as 'checkpoint-7'.")
     final = directory / name
     if os.path.lexists(final) and not listing.is_checkpoint_directory(final):
         raise CheckpointError(
             f"{final} exists and is not a checkpoint, so it is not replaced. "
-            "Move it away, or give another path; that of a run's checkpoints follows from save_dir and file_prefix."
+            "Move it away, or use another path; that of a run's checkpoints follows from save_dir and file_prefix."
         )
 
 
 def check_free(directory: Path, needed: int) -> None:
-    """Refuse to begin a checkpoint of so many bytes where they do not fit; raises CheckpointError."""
+    """Refuse a checkpoint of so many bytes if there is not enough space. Raises CheckpointError."""
     free = filesystem.free_bytes(directory)
     if free is not None and free < needed:
         raise CheckpointError(
@@ -194,9 +194,9 @@ _written_here: set[Path] = set()
 
 
 def _refuse_given_up(final: Path, sequence: int, step: int) -> None:
-    """Refuse to replace or join the checkpoints of a successor that went further while this process was writing.
+    """Refuse to write if a later start of the run has written further checkpoints during this save.
 
-    A process that was cut off from the others finishes its save long after they have been started again elsewhere.
+    A process that was cut off from the others may finish its save long after the run was restarted elsewhere.
     """
     prefix = final.name.rpartition("-")[0]
     for info in listing.scan(final.parent).intact:
@@ -204,8 +204,8 @@ def _refuse_given_up(final: Path, sequence: int, step: int) -> None:
         later = info.sequence >= sequence and info.global_step is not None and info.global_step >= step
         if same_run and later and info.path not in _written_here:
             raise CheckpointError(
-                f"{final} was not written: {info.path.name} was written meanwhile by another start of this run, which "
-                "is at a later step. This process was given up; end it."
+                f"{final} was not written: another start of this run has written {info.path.name} in between, which "
+                "is at a later step. The run has replaced this process; end it."
             )
 
 
@@ -235,7 +235,7 @@ def _fill(
 
 
 def finish(temporary: Path, sign: Signer | None) -> None:
-    """Sign a folder that has all its files, if that is asked for, and force its names to the disk."""
+    """Sign a folder with all its files, if requested, and flush its names to the disk."""
     if sign is not None:
         put_texts(temporary, {manifest.SIGNATURE_FILE: sign(temporary)})
     filesystem.sync_directory(temporary)
@@ -266,7 +266,7 @@ def manifest_of(
 def put_texts(
     directory: Path, texts: Mapping[str, bytes], abandoned: threading.Event | None = None
 ) -> dict[str, FileRecord]:
-    """Write small files and force them to the disk; what a manifest says of them."""
+    """Write small files and flush them to the disk. Returns their records for a manifest."""
     for file, text in texts.items():
         put_file(directory, file, functools.partial(_write_text, text=text), abandoned=abandoned)
     return {file: FileRecord(size=len(text), hash=digest(text)) for file, text in texts.items()}
@@ -279,7 +279,7 @@ def _write_text(writer: FileWriter, text: bytes) -> None:
 def put_file(
     directory: Path, file: str, fill: Callable[[FileWriter], Made], *, abandoned: threading.Event | None
 ) -> tuple[int, Made]:
-    """Write a file and force it to the disk; returns its size and what `fill` returned."""
+    """Write a file and flush it to the disk. Returns its size and the result of `fill`."""
     with filesystem.open_new(directory / file) as handle:
         writer = FileWriter(handle, abandoned)
         made = fill(writer)
@@ -288,7 +288,7 @@ def put_file(
 
 
 def _swap(temporary: Path, final: Path, lease: Lease | None = None) -> None:
-    """Give `temporary` its name. With a lease: if it was lost in between, what was there before comes back."""
+    """Rename `temporary` to its name. If the lease is lost in between, the previous directory is restored."""
     replaced = None
     if final.exists():
         replaced = temp_dirs.claim_temp_dir(final.parent, temp_dirs.REPLACED, final.name)
@@ -302,7 +302,7 @@ def _swap(temporary: Path, final: Path, lease: Lease | None = None) -> None:
             _verify_after(lease, final, temporary)
         filesystem.sync_directory(final.parent)
         if replaced:
-            with suppress(OSError):  # the new one is safe; the next run clears the old one away
+            with suppress(OSError):  # the new one is safe; the next run deletes the old one
                 temp_dirs.discard_dir(replaced)
     except BaseException:
         if replaced and not final.exists():
@@ -315,7 +315,7 @@ def _swap(temporary: Path, final: Path, lease: Lease | None = None) -> None:
 
 
 def _verify_after(lease: Lease, final: Path, temporary: Path) -> None:
-    """Take the name back if this process was stopped just before it gave it, and another one owns the directory."""
+    """Undo the rename if this process was stopped just before it, and another one owns the directory now."""
     try:
         lease.verify()
     except LeaseError:
@@ -326,32 +326,33 @@ def _verify_after(lease: Lease, final: Path, temporary: Path) -> None:
 def write_checkpoint(
     checkpoint: Checkpoint, directory: str | os.PathLike[str], name: str, *, sign: Signer | None = None
 ) -> Path:
-    """Write `checkpoint` as the directory `directory/name`, replacing one of that name.
+    """Write `checkpoint` as the directory `directory/name`, replacing one with that name.
 
-    It returns once everything is on the disk. Whatever happens on the way, what was there before can
-    still be loaded. The states are read, never changed.
+    It returns when everything is on the disk. At any interruption, the previous checkpoint can still be loaded. The
+    states
+    are read, never changed.
 
     Args:
-        checkpoint: what is written.
-        directory: the parent; it is made if it does not exist.
+        checkpoint: the states to write.
+        directory: the parent; it is created if it does not exist.
         name: of the folder.
-        sign: what `checkpoint_signer(key)` returns, for a signature in it.
+        sign: a result of `checkpoint_signer(key)`, to add a signature.
 
     Returns:
         The absolute path of the checkpoint.
 
     Raises:
-        UnsupportedStateError: a state holds a value that the format does not.
-        CheckpointError: the file system refused; nothing new is left behind.
+        UnsupportedStateError: a state contains a value that the format cannot store.
+        CheckpointError: the file system refused; no new files remain.
     """
     return commit(replace(pack(checkpoint), sign=sign), local_path(directory, "directory").absolute(), name)
 
 
 def pack(checkpoint: Checkpoint) -> Payload:
-    """Return what is to be written: plain values are encoded, tensors are still those of their owners.
+    """Return the encoded checkpoint. Plain values are encoded; tensors still belong to their owners.
 
     Raises:
-        UnsupportedStateError: a state holds a value that the format does not.
+        UnsupportedStateError: a state contains a value that the format cannot store.
     """
     tensors, texts = encode(checkpoint)
     return payload_of(checkpoint, {file: TensorPart.of(found) for file, found in tensors.items() if found}, texts)
@@ -360,9 +361,9 @@ def pack(checkpoint: Checkpoint) -> Payload:
 def encode(
     checkpoint: Checkpoint, *, sharded: bool = False
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, bytes]]:
-    """Return the tensors of each tensor file by name, and the content of each JSON file; as `pack`.
+    """Return the tensors of each tensor file by name, and the content of each JSON file; see `pack`.
 
-    With `sharded`, sharded tensors are taken as they are.
+    With `sharded`, sharded tensors are returned unchanged.
     """
     for field in STATES:
         _check_dict(getattr(checkpoint, field), field)
@@ -375,7 +376,7 @@ def encode(
     parts[manifest.STATE_FILE] = encoder.pop_tensors()
     ranks = checkpoint.rank_states
     texts = {manifest.TREE_FILE: _dump({**trees, RANK_STATES: None if ranks is None else len(ranks)})}
-    for rank, state in enumerate(ranks or ()):  # tensors of a rank lie in its own file, also those that others have
+    for rank, state in enumerate(ranks or ()):  # a rank's tensors are in its file, even if another file has them too
         _check_dict({} if state is None else state, f"{RANK_STATES}[{rank}]")
         of_rank = StateEncoder(names)
         tree = of_rank.encode(state, f"{RANK_STATES}[{rank}]", f"{RANK_STATES}.{rank}")
@@ -385,7 +386,7 @@ def encode(
 
 
 def payload_of(checkpoint: Checkpoint, parts: Mapping[str, TensorPart], texts: Mapping[str, bytes]) -> Payload:
-    """Return what is to be written of `checkpoint`, whose states are in `parts` and `texts`."""
+    """Return the payload of `checkpoint`, whose states are in `parts` and `texts`."""
     return Payload(
         kind="checkpoint",
         parts=parts,
@@ -399,7 +400,7 @@ def payload_of(checkpoint: Checkpoint, parts: Mapping[str, TensorPart], texts: M
 
 
 def write_begin(directory: Path, prefix: str, run_id: str, lease: Lease | None, sequence: int) -> Path:
-    """Write the entry that says that the run `run_id` begins here; as `commit`."""
+    """Write the entry for the beginning of the run `run_id`; see `commit`."""
     name = listing.begin_name(prefix, sequence)
     payload = Payload(kind="begin", parts={}, texts={}, global_step=0, plan=None, metadata={}, run_id=run_id)
     return commit(payload, directory, name, lease=lease, sequence=sequence)
@@ -421,11 +422,12 @@ def write_model(
     max_shard_size: int | str | None = None,
     sign: Signer | None = None,
 ) -> Path:
-    """Write an export of `model_state`, which is never taken for a point to resume from.
+    """Write an export of `model_state`, from which a run never resumes by default.
 
-    Its `model.safetensors` can be read by any reader of that format, its README.md says how. Otherwise as
-    `write_checkpoint`. Of the module `owner`, the files are added that its `from_pretrained` reads. `card` has fields
-    for the README's front matter. What is larger than `max_shard_size` bytes lies in several files.
+    Any reader of safetensors can read its `model.safetensors`, as its README.md explains. Files for `from_pretrained`
+    of
+    the module `owner` are added. `card` has fields for the README's front matter. A state of more than `max_shard_size`
+    bytes is divided into several files. Otherwise like `write_checkpoint`.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})
@@ -451,7 +453,7 @@ def write_model(
 
 
 def _check_dict(value: Any, root: str) -> None:
-    """Refuse what is read as a dict and is none, before it is written."""
+    """Refuse, before writing, a value that is not a dict if a dict will be read."""
     if value is not None and not isinstance(value, dict):
         raise UnsupportedStateError(f"{root} is a {type(value).__name__}. Return a dict from get_state().")
 
@@ -467,7 +469,7 @@ def _plain(value: Any, root: str) -> Json:
     names = list(encoder.pop_tensors())
     if names:
         raise UnsupportedStateError(
-            f"{root} holds a tensor or array at {names[0]!r}; it may hold plain values only. "
+            f"{root} contains a tensor or array at {names[0]!r}; it may contain plain values only. "
             "Put tensors into one of the states instead."
         )
     return tree

@@ -16,9 +16,9 @@ from trainstack.checkpointing.abstract import LEFT_OUT
 from trainstack.checkpointing.difference import children, describe, differences
 from trainstack.checkpointing.integrity.lineage import Lineage
 from trainstack.checkpointing.integrity.signing import claimed_signer
-from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import Manifest, decode_plain
 from trainstack.checkpointing.reading import read_states
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.cli.printing import FAILED, print_json, print_line, readable_date, readable_size
 from trainstack.step_log.checkpoint_heads import KEY as STEP_LOG_HEADS
 
@@ -43,7 +43,7 @@ def diff_checkpoints(args: argparse.Namespace) -> int:
 
 
 def located(given: str) -> Path:
-    """The checkpoint that a path, a pointer or an address names; what an address names is downloaded into the cache."""
+    """The checkpoint that a path, a pointer or an address names; that of an address is downloaded into the cache."""
     if not is_address(given):
         return resolve_pointer(Path(given))
     from trainstack.checkpointing.remote.fetching import fetch
@@ -113,7 +113,7 @@ def _ancestors(content: Manifest) -> list[str]:
 
 
 def summary(state: Any) -> str:
-    """How many tensors a state holds and what they take."""
+    """The number of tensors in a state, and their size."""
     if state is None:
         return "nothing"
     tensors = list(_tensors(state))

@@ -54,13 +54,13 @@ def _write_distributed(args: argparse.Namespace, source: Path, content: Manifest
 
 
 def _own_facts(content: Manifest) -> dict[str, Any]:
-    """What holds for the export as for its source: the same run has trained these weights."""
+    """The metadata that the export shares with its source: the same run has trained these weights."""
     own = Lineage.from_json(content.lineage)
     return {"data": own.data, "environment": own.environment, "privacy_statement": own.privacy_statement}
 
 
 def _metadata(content: Manifest) -> dict[str, Any]:
-    """What a README tells of the training; marks of a checkpoint are no facts of an export."""
+    """The facts of the training for a README; marks of a checkpoint do not belong to an export."""
     facts = decode_plain(content.metadata) or {}
     kept = ("backend", "epoch", "metrics", "module", "privacy", LEFT_OUT)
     return {name: facts[name] for name in kept if name in facts}

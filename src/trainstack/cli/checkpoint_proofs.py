@@ -117,7 +117,7 @@ def _as_json(one: signing.Signature) -> dict[str, Any]:
 
 
 def scrub(args: argparse.Namespace) -> int:
-    """Read all that lies in folders; 1 if something is damaged. With `--every`, again and again until a signal."""
+    """Read all entries of folders; 1 if one is damaged. With `--every`, repeat this until a signal."""
     every_s = None if args.every is None else _seconds(args.every)
     rate = RATE if args.rate is None and every_s is not None else _bytes(args.rate)
     folders = [inner for given in args.paths for inner in _folders_at(Path(given))]
@@ -177,7 +177,7 @@ def _seconds(text: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip())
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if value <= 0:
-        raise ConfigurationError(f"--every {text}: it is no time. Write 6h, 30m, 45s or 1d.")
+        raise ConfigurationError(f"--every {text}: write a time such as 6h, 30m, 45s or 1d.")
     return value
 
 

@@ -1,4 +1,4 @@
-"""`trainstack checkpoints ls | verify | show | ...` lists and verifies checkpoints; the other actions are beside it."""
+"""`trainstack checkpoints ls | verify | show | ...` lists and verifies checkpoints; other modules have the rest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainstack.errors import CheckpointDamagedError, CheckpointError, Checkpoin
 
 _COLUMNS = ("name", "kind", "step", "epoch", "created", "size", "backend", "metrics", "intact")
 _SPARE = ("metrics", "backend", "created", "size", "epoch", "kind")
-"""What a narrow terminal does not show; the first of them first."""
+"""Columns that a narrow terminal omits, in this order."""
 
 
 def add(subparsers: Any) -> None:
@@ -46,7 +46,7 @@ def add(subparsers: Any) -> None:
     )
     ls = _action(actions, "ls", _ls, "list the checkpoints and exports in a folder, oldest first")
     ls.add_argument("directory", metavar="DIR", help="of checkpoints, or the output_dir of a run, also its address")
-    ls.add_argument("--wide", action="store_true", help="print all columns, whatever the width of the terminal")
+    ls.add_argument("--wide", action="store_true", help="print all columns at any width of the terminal")
     ls.add_argument("--verify", action="store_true", help="read all bytes instead of comparing sizes")
     verify = _action(actions, "verify", _verify, "compare every byte with the manifest; exit code 1 if damaged")
     verify.add_argument(
@@ -54,7 +54,7 @@ def add(subparsers: Any) -> None:
     )
     verify.add_argument("--signature", metavar="KEY.pub", help="verify the signatures by this public key as well")
     _add_proofs(actions)
-    show = _action(actions, "show", _show, "show what one checkpoint or export holds")
+    show = _action(actions, "show", _show, "show the content of one checkpoint or export")
     show.add_argument("path", metavar="PATH", help="a checkpoint, an export, or a file `last` or `best`")
     diff = _action(actions, "diff", _diff, "compare two; exit code 0 if all bits agree, 1 if not, 2 on trouble")
     diff.add_argument("one", metavar="A", help="a checkpoint, an export, or a file `last` or `best`")
@@ -71,7 +71,7 @@ def add(subparsers: Any) -> None:
 
 def _add_proofs(actions: Any) -> None:
     scrub = _action(
-        actions, "scrub", _scrub, "read every byte of all that lies in folders, from the disk; exit code 1 if damaged"
+        actions, "scrub", _scrub, "read every byte of the entries of folders from the disk; exit code 1 if damaged"
     )
     scrub.add_argument("paths", metavar="DIR", nargs="+", help="a folder of checkpoints, or a run's")
     scrub.add_argument("--every", metavar="TIME", help="such as 6h: again and again, until SIGTERM or SIGINT")
@@ -145,7 +145,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _outlined(given: str, verify: bool, stack: ExitStack) -> Path:
-    """The folder `given`; of an address a local folder with what is there, whole or as an outline."""
+    """The folder `given`; for an address, a local folder with the same content, whole or as an outline."""
     if not is_address(given):
         return Path(given)
     from trainstack.checkpointing.remote.fetching import download_all, outline
@@ -161,7 +161,7 @@ def _outlined(given: str, verify: bool, stack: ExitStack) -> Path:
 def _print_list(args: argparse.Namespace, root: Path) -> int:
     if is_checkpoint_directory(root):
         raise CheckpointNotFoundError(
-            f"{args.directory} is one checkpoint. Give the folder it lies in, or write show {args.directory}."
+            f"{args.directory} is one checkpoint. Give the folder that has it, or write show {args.directory}."
         )
     within = root / "checkpoints"  # where those of a run's output_dir lie
     entries = _entries(root, args.verify) or (_entries(within, args.verify) if within.is_dir() else [])
@@ -209,7 +209,7 @@ def _entry(info: CheckpointInfo, verify: bool) -> dict[str, Any]:
 
 
 def _problem(info: CheckpointInfo, verify: bool) -> str | None:
-    """What is wrong with the files, by their bytes or only by their sizes; None if nothing is."""
+    """The damage of the files, by their bytes or only by their sizes; None if there is none."""
     try:
         if verify:
             verify_checkpoint(info.path)

@@ -22,7 +22,7 @@ def add(subparsers: Any) -> None:
     about = "find the first global step at which two runs part, and why, from their step logs"
     parser = subparsers.add_parser("compare", help=about, description=about)
     parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="the output_dir of a run")
-    parser.add_argument("--target", metavar="TARGET", help=f"what makes the module, for replays. {FORM}")
+    parser.add_argument("--target", metavar="TARGET", help=f"the module or its function, for replays. {FORM}")
     parser.add_argument("--other-target", metavar="TARGET", help="for the second run (default: that of --target)")
     config = f"the arguments of the %s run, for its replay (default: {CONFIG} in RUN)"
     parser.add_argument("--config", metavar="FILE", type=Path, help=config % "first")

@@ -93,7 +93,7 @@ def _read(
 
 
 def _check(arguments: TrainerArguments) -> None:
-    """Refuse what a process cannot train alone, or not twice.
+    """Refuse a run that a process cannot train alone, or not twice.
 
     Raises:
         ConfigurationError: the backend joins processes or is private.
@@ -110,7 +110,7 @@ def _check(arguments: TrainerArguments) -> None:
 
 
 def _answer(make: Callable[[], ModuleInterface], arguments: TrainerArguments, given: argparse.Namespace) -> None:
-    """Train in this process, and write what was found to the file `--answer`."""
+    """Train in this process, and write the results to the file `--answer`."""
     found: dict[str, Any] = {}
     with report_user_errors(), warnings.catch_warnings():
         if given.part == "trace":
@@ -146,7 +146,7 @@ def _entries(found: dict[str, Any]) -> list[Entry]:
 
 
 def _ask(target: str, options: Sequence[str], part: str, hash_seed: int) -> dict[str, Any]:
-    """What a new process answers, in which texts have the hashes of `hash_seed`.
+    """The results of a new process, in which texts have the hashes of `hash_seed`.
 
     Raises:
         ConfigurationError: it failed; its error is printed.

@@ -1,4 +1,4 @@
-"""`trainstack doctor` shows which backend strings work on this machine."""
+"""`trainstack doctor` shows which backend strings work on this machine; `check_script.py` checks scripts."""
 
 from __future__ import annotations
 
@@ -29,21 +29,37 @@ _EXTRAS = {
     "wandb": "wandb",
     "mlflow": "mlflow-skinny",
     "trackio": "trackio",
+    "comet": "comet_ml",
+    "clearml": "clearml",
+    "aim": "aim",
+    "dvclive": "dvclive",
+    "prometheus": "prometheus_client",
+    "plot": "matplotlib",
+    "notebook": "ipython",
     "remote": "s3fs",
     "gcs": "gcsfs",
+    "optuna": "optuna",
+    "ray": "ray",
+    "sign": "cryptography",
+    "sklearn": "scikit-learn",
+    "demo": "statsmodels",
 }
+"""One package of each extra."""
 
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    about = "say what is installed, and try backend strings on this machine, each in one step of a small model"
-    parser = subparsers.add_parser("doctor", help=about, description=about)
+    about = "print versions, and try backend strings on this machine, each in one step of a small model"
+    script = (
+        "With FILE.py or FILE.py:MODULE it looks for mistakes in a script instead: `trainstack doctor FILE.py --help`."
+    )
+    parser = subparsers.add_parser("doctor", help=about, description=f"{about[0].upper()}{about[1:]}. {script}")
     parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--determinism",
         metavar="FILE.py:MODULE",
-        help="train a few steps of this module twice instead, and name what gives other bits; "
+        help="train a few steps of this module twice instead, and name the values that differ; "
         "`trainstack doctor --determinism FILE.py:MODULE --help` has the options",
     )
     parser.set_defaults(run=_doctor)
@@ -55,11 +71,14 @@ def _doctor(args: argparse.Namespace) -> int:
     problems = try_all(args.backends or legal_specs())
     installed = {"trainstack": __version__, "python": platform.python_version(), "torch": torch.__version__}
     extras = {extra: _version_of(package) for extra, package in _EXTRAS.items()}
+    threads = torch.get_num_threads()
     if args.json:
-        print_json({**installed, "devices": _devices(), "extras": extras, "backends": problems})
+        machine = {**installed, "devices": _devices(), "threads": threads}
+        print_json({**machine, "extras": extras, "backends": problems})
     else:
         for name, found in installed.items():
             print_line(f"{name} {found}")
+        print_line(f"threads of the CPU: {threads}")
         print_line(f"devices: {', '.join(_devices())}")
         print_line()
         rows = [[f"trainstack[{extra}]", _EXTRAS[extra], found or "not installed"] for extra, found in extras.items()]
@@ -71,12 +90,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def try_all(specs: Sequence[str]) -> dict[str, str | None]:
-    """Each of `specs` with what went wrong with it; None where a step was trained."""
+    """Each of `specs` with its error; None if a step was trained."""
     together = [spec for spec in specs if any(record.layer.joins_processes for record in parse_spec(spec))]
     found = try_each([spec for spec in specs if spec not in together])
     try:
         found |= launch(try_each, together, nproc=1, timeout_s=120.0)[0] if together else {}
-    except Exception as error:  # whatever it is, it is what the user wants to know
+    except Exception as error:  # the user asks for any error
         found |= dict.fromkeys(together, _describe_error(error))
     return {spec: found[spec] for spec in specs}
 
@@ -87,7 +106,7 @@ def try_each(specs: Sequence[str]) -> dict[str, str | None]:
 
 
 def try_one(spec: str) -> str | None:
-    """Train one step of a small model with the backend `spec`; what went wrong, or None."""
+    """Train one step of a small model with the backend `spec`; returns the error, or None."""
     private = any(DifferentialPrivacyArguments in record.layer.configured_by for record in parse_spec(spec))
     with tempfile.TemporaryDirectory(prefix="trainstack-doctor-") as directory:
         try:
@@ -106,7 +125,7 @@ def try_one(spec: str) -> str | None:
             )
             data = TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
             Trainer(SupervisedModule(nn.Linear(2, 1), nn.MSELoss(), "sgd", data), arguments).train()
-        except Exception as error:  # whatever it is, it is what the user wants to know
+        except Exception as error:  # the user asks for any error
             return _describe_error(error)
     return None
 

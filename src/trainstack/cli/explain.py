@@ -1,4 +1,4 @@
-"""`trainstack explain STRING` prints what a backend string does."""
+"""`trainstack explain STRING` prints the layers and verbs of a backend string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainstack.cli.printing import print_json, print_lines
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    about = "say what a backend string does, layer by layer and verb by verb"
+    about = "print the layers of a backend string and the way of each verb through them"
     parser = subparsers.add_parser("explain", help=about, description=about)
     parser.add_argument("backend", metavar="STRING", help="such as ddp-bf16")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainstack.cli.printing import print_line
+from trainstack.cli.printing import print_json, print_line
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.reporting.report.facts import FILE_NAME, RunFacts, Session
 
@@ -42,6 +42,7 @@ def add(subparsers: Any) -> None:
         "in a job of SLURM only its own sessions count. A rank that fails on import looks like that: SLURM sends "
         "SIGTERM to the others",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_interrupted)
 
 
@@ -56,15 +57,18 @@ def _interrupted(args: argparse.Namespace) -> int:
     killed = args.or_killed is not None and status in (None, "running")
     fruitless = _fruitless(sessions)
     if killed:
-        goes_on, restarts = _restarts() < args.or_killed, _restarts()
+        starts_again, restarts = _restarts() < args.or_killed, _restarts()
         ended += f"; {restarts} of {args.or_killed} restarts are used"
     else:
-        goes_on = status == "interrupted" and fruitless <= args.without_progress
+        starts_again = status == "interrupted" and fruitless <= args.without_progress
         if fruitless > 1:
             ended += f"; the last {fruitless} sessions were interrupted before they made a step"
-            ended += "" if goes_on else f", which is more than --without-progress {args.without_progress}"
-    print_line(f"{args.directory}: {ended}")
-    return _YES if goes_on else _NO
+            ended += "" if starts_again else f", which is more than --without-progress {args.without_progress}"
+    if args.json:
+        print_json({"start_again": starts_again, "status": status, "reason": ended})
+    else:
+        print_line(f"{args.directory}: {ended}")
+    return _YES if starts_again else _NO
 
 
 def _sessions(directory: Path, since: float) -> tuple[tuple[Session, ...], str]:

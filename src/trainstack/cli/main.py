@@ -1,6 +1,6 @@
 """`trainstack COMMAND ...` selects a command.
 
-Exit codes: 0, the command did what it was asked for; 1, it found damage or a difference, or a training failed; 2, it
+Exit codes: 0, success; 1, the command found damage or a difference, or a training failed; 2, it
 could not do it, and one line on standard error says why; 75 and 130, a signal ended a training; 141, the reader of the
 output went away.
 """
@@ -11,6 +11,7 @@ import argparse
 import copy
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,10 +22,10 @@ from trainstack.errors import TrainstackError
 
 COMMANDS = {
     "train": "train a module that a file defines",
-    "explain": "say what a backend string does, layer by layer and verb by verb",
+    "explain": "print the layers of a backend string and the way of each verb through them",
     "schema": "print the JSON schema of files for --config, for editors",
     "plan": "print how a global batch is split and how many steps a run has",
-    "doctor": "say what is installed, and try backend strings on this machine, each in one step of a small model",
+    "doctor": "print versions, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
     "compare": "find the first global step at which two runs part, and why, from their step logs",
     "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
@@ -32,6 +33,7 @@ COMMANDS = {
     "replay": "make recorded steps of a run again in new processes, and compare every recorded bit",
     "checkpoints": "list, verify, show, compare, export and sign checkpoints and model exports",
     "privacy": "epsilon, noise or steps of private training; an audit of it",
+    "completion": "print the script that lets bash, zsh or fish complete commands and options",
 }
 """The commands with their help. A module of this package has the name of each, and is imported when it is chosen.
 
@@ -87,14 +89,24 @@ def _run(words: list[str]) -> int:
     if command == "doctor" and any(word.partition("=")[0] == _CHECKS_DETERMINISM for word in words):
         checked: int = import_module("trainstack.cli.determinism").run(words[1:])
         return checked
+    if command == "doctor":
+        script = import_module("trainstack.cli.check_script")
+        if script.script_in(words[1:]) is not None:
+            diagnosed: int = script.run(words[1:])
+            return diagnosed
     if command in _READ_WORDS:
         code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
         return code
+    if command == "help":  # as git and uv have it; an option stays as it is, such as `help --version`
+        return _run([*words[1:], *([] if words[1:2] and words[1].startswith("-") else ["--help"])])
     if command is not None and not command.startswith("-") and command not in COMMANDS:
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(COMMANDS)}."
         raise UsageError(f"there is no command {command!r}. {hint} (see trainstack --help)")
-    args = _parser(command).parse_args(words)
+    parser = _parser(command)
+    if command is not None and command.startswith("-") and command not in parser._option_string_actions:
+        parser._refuse([command])
+    args = parser.parse_args(words)
     found: int = args.run(args)
     return found
 
@@ -103,9 +115,7 @@ def _parser(command: str | None) -> Parser:
     """The parser of `trainstack`, with the options of `command` alone."""
     from trainstack import __version__
 
-    parser = Parser(
-        prog="trainstack", description="Trains PyTorch models, and looks after what trainings leave behind."
-    )
+    parser = Parser(prog="trainstack", description="Train PyTorch models, and inspect the files of trainings.")
     parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():
@@ -133,7 +143,7 @@ def _prepare_output(trains: bool) -> None:
 
 
 def _flush(trains: bool) -> None:
-    """Write what is buffered, so that an error of it is found here; a training does not end by one."""
+    """Flush the output, so that an error of it is found here; it does not end a training."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -143,7 +153,7 @@ def _flush(trains: bool) -> None:
 
 
 def _discard_output() -> None:
-    """Let what is still buffered go to nowhere: at its end Python would complain of it, with exit code 120."""
+    """Discard the buffered output: otherwise Python reports it at its end, with exit code 120."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):
@@ -160,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse here, where its own options are known, what the parser of `trainstack` would refuse.
+        """Refuse unknown options here, where the options of the command are known, not in the parser of `trainstack`.
 
         An unknown option comes before a missing one: it may be that one, misspelt.
         """
@@ -172,7 +182,9 @@ class Parser(argparse.ArgumentParser):
             for item in required:
                 item.required = False
             try:
-                self._refuse(super().parse_known_args(words, copy.copy(namespace))[1])
+                others = super().parse_known_args(words, copy.copy(namespace))[1]
+                if any(word.startswith("-") for word in others):
+                    self._refuse(others)
             finally:
                 for item in required:
                     item.required = True
@@ -193,12 +205,33 @@ class Parser(argparse.ArgumentParser):
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the nearest name; a private method of argparse in Python 3.10 to 3.13."""
+        if action.choices is not None and value not in action.choices:
+            names = [str(one) for one in action.choices]
+            close = difflib.get_close_matches(str(value), names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}."
+            option = action.option_strings[-1] if action.option_strings else None
+            self.error(f"{option} {value}: {hint}" if option else f"there is no {_noun(action)} {value!r}. {hint}")
+
     def _print_message(self, message: str, file: Any = None) -> None:
         """Let an error of the output be seen, which argparse hides."""
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
+        found = _INVALID.fullmatch(message)
+        if found is not None:
+            message = f"{found['name'].split('/')[-1]} {found['value']}: write {_NUMBERS[found['type']]}."
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+_INVALID = re.compile(r"argument (?P<name>\S+): invalid (?P<type>int|float) value: '(?P<value>.*)'")
+"""The message of argparse; a translated one is printed as it is."""
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+
+
+def _noun(action: argparse.Action) -> str:
+    return str(action.metavar or action.dest).lower()
 
 
 class UsageError(TrainstackError):

@@ -31,11 +31,50 @@ PREFIX = "TRAINSTACK_"
 """Of the environment variables: TRAINSTACK_EPOCHS, TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST."""
 
 OTHER_VARIABLES = ("TRAINSTACK_CONFIG", "TRAINSTACK_FAST_PATHS", "TRAINSTACK_TOKEN", "TRAINSTACK_TRACEBACK")
-"""Variables that are no options. `TRAINSTACK_FAST_PATHS` is a switch of the library and wins over the option."""
+"""Variables that are not options. `TRAINSTACK_FAST_PATHS`, a switch of the library, wins over the option."""
+
+
+_MOST_USED = frozenset(
+    {"epochs", "max_steps", "train_batch_size", "val_batch_size", "gpu_batch_size_limit", "validate_every", "monitor"}
+    | {
+        "clip_grads",
+        "max_grad_norm",
+        "backend",
+        "device",
+        "compile",
+        "seed",
+        "resume",
+        "init_weights_from",
+        "output_dir",
+    }
+    | {"overwrite", "writers", "progress", "checkpointer_args.every_n_steps", "checkpointer_args.keep_last"}
+)
+"""The options that `--help` shows."""
+
+_OWN_TEXTS = {
+    "seed": "of the data order, the samples, and the generators of the process before the module is made (default: 0)",
+    "checkpointer_args.save_dir": "the folder of checkpoints (default: checkpoints in the output_dir)",
+    "stats_args.log_steps": "an older spelling of --log_every, which it replaces",
+    "writer_args.tb_log_dir": "an older spelling of --output_dir, for the files of writers alone",
+}
+"""Help of options whose text in the library is about scripts, or about the class as a whole."""
+
+
+class _HelpAll(argparse.Action):
+    """Print the help with all options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, inputs: Inputs, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+        self._inputs = inputs
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        self._inputs.show_all()
+        parser.print_help()
+        parser.exit()
 
 
 class Inputs:
-    """What a command line, its environment and its files say.
+    """The values of a command line, its environment and its files.
 
     Args:
         parser: to which an option is added for each field and parameter.
@@ -48,26 +87,50 @@ class Inputs:
         self._plain = PlainInputs(TrainerArguments, {"module": parameters} if makes_module is not None else None)
         self._paths = {".".join(path): path for path in self._plain.paths()}
         parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a YAML file of options")
+        self._texts: dict[argparse.Action, str] = {}
+        parser.add_argument("--help-all", action=_HelpAll, inputs=self, help="show all options, and exit")
         self._add_options()
 
+    def show_all(self) -> None:
+        """Let the help show all options with whole texts, not only the first sentences of the most used ones."""
+        for action, text in self._texts.items():
+            action.help = text
+
     def _add_options(self) -> None:
-        about = explained(TrainerArguments)
-        groups: dict[Path, Any] = {
-            (): self._parser.add_argument_group("arguments of the trainer, also keys of the file")
-        }
-        defaults = TrainerArguments()
+        title = "arguments of the trainer, also keys of the file (the most used ones; --help-all shows all)"
+        groups: dict[Path, Any] = {(): self._parser.add_argument_group(title)}
         for name, path in self._paths.items():
-            group = groups.setdefault(path[:-1], self._parser.add_argument_group(path[0]))
+            if path[:-1] not in groups:
+                groups[path[:-1]] = self._parser.add_argument_group(path[0])
             kind = self._plain.kind_of(path)
-            if len(path) > 1 and path[0] != "module":
-                text = explained(kinds_of(TrainerArguments)[path[0]].fields).get(path[1], "")
-            else:
-                text = about.get(name, "") if len(path) == 1 else self._explained_parameter(path[1])
-            default = getattr(defaults, name, None) if len(path) == 1 else None
-            if len(path) == 1 and kind.fields is None and default not in (None, "", {}):
-                text += f" (default: {_as_option(default)})"
-            shown = argparse.SUPPRESS if kind.takes_nothing else text.strip().replace("%", "%%")
-            group.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, metavar=_metavar(kind), help=shown)
+            text = self._explained(name, path, kind).replace("%", "%%")
+            options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": _metavar(kind)}
+            if bool in kind.types:
+                options |= {"nargs": "?", "const": "true"}
+                *parents, last = name.split(".")
+                negative = ".".join([*parents, f"no_{last}"])
+                hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+                groups[path[:-1]].add_argument(
+                    f"--{negative}", dest=name, action="store_const", const="false", **hidden
+                )
+            is_shown = (path[0] == "module" or name in _MOST_USED) and not kind.takes_nothing
+            action = groups[path[:-1]].add_argument(
+                f"--{name}", help=_brief(text) if is_shown else argparse.SUPPRESS, **options
+            )
+            if not kind.takes_nothing:
+                self._texts[action] = text
+
+    def _explained(self, name: str, path: Path, kind: Kind) -> str:
+        """The help of an option, with its default if the help has room for it."""
+        if name in _OWN_TEXTS:
+            return _OWN_TEXTS[name]
+        if path[0] == "module":
+            return self._explained_parameter(path[1]).strip()
+        if len(path) > 1:
+            return explained(kinds_of(TrainerArguments)[path[0]].fields).get(path[1], "").strip()
+        text, default = explained(TrainerArguments).get(name, ""), getattr(TrainerArguments(), name, None)
+        has_default = kind.fields is None and default not in (None, "", {})
+        return f"{text} (default: {_as_option(default)})".strip() if has_default else text.strip()
 
     def _explained_parameter(self, name: str) -> str:
         assert self._makes_module is not None
@@ -79,7 +142,7 @@ class Inputs:
         return f"{texts.get(name, '')} ({suffix})"
 
     def read(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
-        """Take the words, the variables and the files that they name; returns the words that are no fields.
+        """Take the words, the variables and the files that they name; returns the words that are not fields.
 
         Raises:
             ConfigurationError: a name is unknown, or a value is of another kind.
@@ -125,7 +188,7 @@ class Inputs:
         return made
 
     def parameters(self, target: str) -> dict[str, Any]:
-        """What was said about the parameters of the module.
+        """The given parameters of the module.
 
         Raises:
             ConfigurationError: one is missing; `target` is named.
@@ -157,6 +220,15 @@ class Inputs:
         return values
 
 
+def _brief(text: str) -> str:
+    """The first sentence of the help of an option, and its default."""
+    default = re.search(r" \(default: .*\)$", text)
+    first = re.split(r"(?<=[\w`)\"][.;]) ", text)[0]
+    if default is None or first.endswith(default[0]):
+        return first.rstrip(".;")
+    return f"{first.rstrip('.;')}{default[0]}"
+
+
 _NUMBER = re.compile(r"-(\.?[0-9]|\.(inf|nan)$)", re.IGNORECASE)
 
 
@@ -173,7 +245,7 @@ def _attach_numbers(words: Sequence[str], options: Iterable[str]) -> list[str]:
 
 
 def _metavar(kind: Kind) -> str:
-    """What stands for the value in the help: `WHOLE_NUMBER|NULL`."""
+    """The placeholder of the value in the help: `WHOLE_NUMBER|NULL`."""
     words = kind.words.upper().replace(" OR ", "|").replace(", ", "|").split("|")
     return "|".join(word.removeprefix("A ").replace(" ", "_") for word in words) or "VALUE"
 

@@ -10,16 +10,18 @@ from trainstack.backends.spec import parse_spec, registered_backend
 from trainstack.cli.main import Parser
 from trainstack.cli.memory import plan_of_target
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, print_json, print_line, print_traceback
+from trainstack.cli.printing import FAILED, print_json, print_lines, print_traceback
 from trainstack.cli.target import UserCodeError, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
-from trainstack.trainer import Every, TrainerArguments, TrainingPlan
+from trainstack.trainer import TrainerArguments, TrainingPlan
 from trainstack.trainer.core.intervals import whole_steps
+from trainstack.trainer.reporting.setup_rows import describe_validations
+from trainstack.trainer.tracking.progress import format_plan_table
 
 _ABOUT = (
     "Print how a global batch is split, how many steps a run has, and when it validates and saves. The options are "
     "those of `trainstack train`, the file given by --config and the environment variables included. With a target, "
-    "FILE.py:MODULE, it prints as well what one process needs in memory. The module is built on the meta device, so "
+    "FILE.py:MODULE, it also prints the memory that one process needs. The module is built on the meta device, so "
     "nothing is allocated and no process has to be started."
 )
 
@@ -42,7 +44,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence[str]) -> int:
-    inputs = _make_inputs(made_by)
+    inputs = Inputs(_make_parser(made_by), made_by)
     given = inputs.read(words)
     for name in ("samples", "processes", "parameters", "shards"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
@@ -53,7 +55,8 @@ def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence
     plan = None
     if given.samples is not None:
         plan = _plan(arguments, given.samples, given.processes, given.drop_last)
-        validations, saves = _validations(arguments, plan), _saves(arguments, plan)
+        validations = describe_validations(arguments.validate_every, plan) or "never"
+        saves = _saves(arguments, plan)
         private = _private_rows(arguments, plan, given.samples, given.parameters)
         rows = [*plan.rows(), *private, ("validations", validations), ("checkpoints", saves)]
         found = {**plan.to_dict(), "validations": validations, "saves": saves}
@@ -66,13 +69,18 @@ def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence
     if given.json:
         print_json(found)
     else:
-        for label, value in rows:
-            for number, line in enumerate(value.split("\n")):
-                print_line(f"{'' if number else label:<22} {line}")
+        print_lines(format_plan_table(rows))
     return 0
 
 
-def _make_inputs(made_by: Callable[..., Any] | None) -> Inputs:
+def make_parser() -> Parser:
+    """The parser of the command without a target."""
+    parser = _make_parser(None)
+    Inputs(parser).show_all()
+    return parser
+
+
+def _make_parser(made_by: Callable[..., Any] | None) -> Parser:
     usage = "%(prog)s [FILE.py:MODULE] [--OPTION VALUE ...]"
     parser = Parser(prog="trainstack plan", description=_ABOUT, usage=usage)
     parser.add_argument("--samples", type=int, required=made_by is None, metavar="N", help="in the training data set")
@@ -98,7 +106,7 @@ def _make_inputs(made_by: Callable[..., Any] | None) -> Inputs:
     )
     parser.add_argument("--drop_last", action="store_true", help="drop a last batch that is not full")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    return Inputs(parser, made_by)
+    return parser
 
 
 def _is_private(arguments: TrainerArguments) -> bool:
@@ -147,19 +155,6 @@ def _plan(arguments: TrainerArguments, samples: int, processes: int, drop_last: 
         max_steps=arguments.max_steps,
         is_sampled=_is_private(arguments),
     )
-
-
-def _validations(arguments: TrainerArguments, plan: TrainingPlan) -> str:
-    every = arguments.validate_every
-    if isinstance(every, Every) and every.time is not None:
-        return f"after each {every.time:g} seconds"
-    if isinstance(every, Every):
-        every = -every.epochs if every.epochs else every.steps
-    if every is None or (isinstance(every, int) and every < 0):
-        return _epochs(1 if every is None else -every, "after")
-    if every == 0 or callable(every):
-        return "never"
-    return f"after each {_steps(whole_steps('validate_every', every, plan))}"
 
 
 def _saves(arguments: TrainerArguments, plan: TrainingPlan) -> str:

@@ -23,7 +23,7 @@ FAILED = 1
 """The exit code of damage, a difference, or a training that failed."""
 
 TROUBLE = 2
-"""The exit code of a command that could not do what it was asked for."""
+"""The exit code of a command that failed."""
 
 JSON_FORMAT = 1
 """Rises when a key of the JSON output is removed or means something else."""
@@ -44,7 +44,7 @@ def print_line(text: str = "") -> None:
 
 
 def flush() -> None:
-    """Write what is buffered, for a command that runs on."""
+    """Flush the output, for a command that continues."""
     sys.stdout.flush()
 
 
@@ -55,13 +55,13 @@ def print_lines(text: str) -> None:
 
 
 def print_at_once(text: str) -> None:
-    """Print a text of several lines, and write what is buffered: the next one may come hours later."""
+    """Print a text of several lines, and flush the output: the next one may come hours later."""
     print_lines(text)
     flush()
 
 
 def print_error(message: str, error: BaseException | None = None, as_json: bool = False) -> None:
-    """Say on standard error, in one line, what went wrong; as JSON with the class of the error."""
+    """Print an error on standard error, in one line; as JSON with the class of the error."""
     text = escape(" ".join(message.split()))
     if as_json:
         text = _as_json({"format": JSON_FORMAT, "error": text, "class": type(error).__name__})

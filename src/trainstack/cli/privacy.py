@@ -26,21 +26,23 @@ from trainstack.ranks import global_rank
 
 def add_audit(questions: Any) -> None:
     """Add the question to those of `trainstack privacy`."""
-    parser = questions.add_parser("audit", help="train on canaries, and look for what the privacy layer lets through")
+    parser = questions.add_parser("audit", help="train on canaries, and measure the leakage through the privacy layer")
     parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
     noise = parser.add_mutually_exclusive_group(required=True)
     noise.add_argument("--noise-multiplier", type=float, metavar="SIGMA", help="standard deviation / clipping norm")
     noise.add_argument("--target-epsilon", type=float, metavar="EPSILON", help="have the noise calibrated")
     parser.add_argument("--backend", default="sp-dp", help="with dp in it; ddp-dp under torchrun (default: sp-dp)")
     parser.add_argument(
-        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="see docs/privacy.md"
+        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="of gradients (default: flat)"
     )
     parser.add_argument("--grad-mode", default="auto", help="how gradients of single records are computed")
-    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv")
+    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="of epsilon (default: prv)")
     parser.add_argument("--secure", action="store_true", help="randomness from the operating system, number by number")
-    parser.add_argument("--batch-size", type=int, default=500, dest="train_batch_size", metavar="B")
+    about = "expected size of a step's sample (default: 500)"
+    sizes = ("--batch-size", "--train-batch-size")
+    parser.add_argument(*sizes, type=int, default=500, dest="train_batch_size", metavar="B", help=about)
     parser.add_argument("--dataset-size", type=int, default=2000, metavar="N", help="canaries in each run")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2, help="of each run (default: 2)")
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="full takes three times as long")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
@@ -63,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 ASSUMES = (
-    "each step a Poisson sample; what is protected is one item of the data set, added or removed (not "
+    "each step a Poisson sample; the protected unit is one item of the data set, added or removed (not "
     "replaced); its size N and the batch size are public"
 )
 _MOST_STEPS = 2**30
@@ -75,13 +77,13 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("privacy", help=about, description=about)
     questions = parser.add_subparsers(title="questions", metavar="QUESTION", required=True)
 
-    epsilon = questions.add_parser("epsilon", help="what so many steps with this noise spend")
+    epsilon = questions.add_parser("epsilon", help="the epsilon that a number of steps with this noise spends")
     epsilon.set_defaults(run=_run_epsilon)
     noise = questions.add_parser("noise", help="the noise with which so many steps stay within a budget")
-    noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON")
+    noise.add_argument("--target-epsilon", type=float, required=True, metavar="EPSILON", help="the budget")
     noise.set_defaults(run=_run_noise)
     steps = questions.add_parser("steps", help="how many steps with this noise stay within a budget")
-    steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON")
+    steps.add_argument("--max-epsilon", type=float, required=True, metavar="EPSILON", help="the budget")
     steps.set_defaults(run=_run_steps)
     for question in (epsilon, steps):
         about = "standard deviation / clipping norm"
@@ -99,7 +101,9 @@ def add(subparsers: Any) -> None:
 
 def _add_mechanism(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sample-rate", type=float, metavar="Q", help="batch size / N; give this, or both of those")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="expected size of a step's sample")
+    parser.add_argument(
+        "--batch-size", "--train-batch-size", type=int, metavar="B", help="expected size of a step's sample"
+    )
     parser.add_argument("--dataset-size", type=int, metavar="N", help="number of items")
     parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
     parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="prv is tight, rdp quick, pld slow")
@@ -161,7 +165,7 @@ def _rate(args: argparse.Namespace) -> float:
         return float(args.sample_rate)
     if args.sample_rate is not None:
         raise ConfigurationError(
-            f"--sample-rate {args.sample_rate:g} beside --batch-size or --dataset-size: both say how many items are in "
+            f"--sample-rate {args.sample_rate:g} with --batch-size or --dataset-size: both say how many items are in "
             "a step. Remove one."
         )
     if None in sizes:

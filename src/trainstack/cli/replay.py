@@ -24,7 +24,7 @@ def add(subparsers: Any) -> None:
     about = "make recorded steps of a run again in new processes, and compare every recorded bit"
     parser = subparsers.add_parser("replay", help=about, description=about)
     parser.add_argument("folder", metavar="RUN", type=Path, help="the output_dir of a run")
-    parser.add_argument("target", metavar="TARGET", nargs="?", help=f"what makes the module. {FORM}")
+    parser.add_argument("target", metavar="TARGET", nargs="?", help=f"the module, or a function that makes it. {FORM}")
     parser.add_argument("--from", dest="first", metavar="STEP", type=int, help="the first global step, counted from 1")
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="the last global step")
     parser.add_argument(
@@ -84,4 +84,4 @@ def _without_target(folder: Path) -> str:
     named = read_config(path).get("target") if path.is_file() else None
     named = named or (None if record is None else record.module)
     hint = "" if named is None else f" The record of the run names {str(named)!r}: write that, if you trust the file."
-    return f"trainstack replay needs to be told what makes the module, after the folder of the run. {FORM}{hint}"
+    return f"trainstack replay needs the module after the folder of the run. {FORM}{hint}"

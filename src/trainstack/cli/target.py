@@ -29,9 +29,9 @@ class UserCodeError(Exception):
 
 @contextmanager
 def report_user_errors() -> Iterator[None]:
-    """Turn an error into `UserCodeError`, unless the library or the system refused what the command line says.
+    """Turn an error into `UserCodeError`, unless the library or the system refused the command line.
 
-    A `TrainstackError` or `OSError` without a frame of a file of the user's is answered with one line. What fails in
+    A `TrainstackError` or `OSError` without a frame of a file of the user's is printed as one line. A failure in
     the middle of a training, or in another process, keeps its text.
     """
     try:
@@ -84,6 +84,15 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
     return makes_module
 
 
+def modules_of_file(file: Path) -> list[str]:
+    """The names of the modules that a file defines; the file is run.
+
+    Raises:
+        ConfigurationError: there is no such file.
+    """
+    return _offers(_run_file(file))
+
+
 def _why_not(made_by: Any, name: str, source: ModuleType) -> str | None:
     """Why a value of `source` does not make a module; None if it may."""
     if isinstance(made_by, type):
@@ -129,7 +138,7 @@ def _import(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # what is missing is something that it imports
+            raise  # the missing module is one that it imports
         raise ConfigurationError(f"there is no Python module {name!r} to import. {FORM}") from error
 
 

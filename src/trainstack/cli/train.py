@@ -18,7 +18,8 @@ from trainstack.trainer.plain_arguments import read_config
 _ABOUT = (
     "Train a module. Options win over environment variables (TRAINSTACK_EPOCHS, "
     "TRAINSTACK_CHECKPOINTER_ARGS__KEEP_LAST), and those over the file given by --config. Values are data: lists and "
-    "mappings are written as YAML, and objects are made in code alone."
+    "mappings are written as YAML, and objects are made in code alone. A bool without a value is true, and "
+    "--no-NAME is false."
 )
 
 
@@ -31,7 +32,7 @@ def run(words: Sequence[str]) -> int:
     """Train; the random numbers of the process are seeded before the module is made. Returns the exit code."""
     if words and not words[0].startswith("-"):
         target, options = words[0], list(words[1:])
-    elif "--help" in words or "-h" in words:
+    elif {"--help", "-h", "--help-all", "--help_all"} & set(words):
         target, options = None, list(words)
     else:
         target, options = _target_of(words), list(words)
@@ -52,20 +53,27 @@ def _target_of(words: Sequence[str]) -> str:
     found = next((target for target in reversed(targets) if target is not None), None)
     if found is None:
         raise ConfigurationError(
-            f"trainstack train needs to be told what to train, before any option. {FORM} A file given by --config may "
+            f"trainstack train needs the module before any option. {FORM} A file given by --config may "
             "name it as well, as its key target."
         )
     return str(found)
 
 
-def _train(target: str | None, options: list[str]) -> None:
-    with report_user_errors():
-        makes_module = None if target is None else load_target(target)
+def make_parser(target: str | None = None, *, with_fields: bool = True) -> Parser:
+    """The parser of the command; without the fields of `TrainerArguments` for `Inputs`, which adds them."""
     parser = Parser(
         prog=f"trainstack train {target or 'FILE.py:MODULE'}", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]"
     )
-    parser.add_argument("--print_config", action="store_true", help="print what would be used, as a file for --config")
-    inputs = Inputs(parser, makes_module)
+    parser.add_argument("--print_config", action="store_true", help="print the configuration as a file for --config")
+    if with_fields:
+        Inputs(parser).show_all()
+    return parser
+
+
+def _train(target: str | None, options: list[str]) -> None:
+    with report_user_errors():
+        makes_module = None if target is None else load_target(target)
+    inputs = Inputs(make_parser(target, with_fields=False), makes_module)
     given = inputs.read(options)
     assert target is not None  # --help, the one option without a target, has ended the process
     assert makes_module is not None

@@ -1,8 +1,8 @@
-"""torch's elastic agent in a thread, where it can be watched, interrupted and given up.
+"""torch's elastic agent in a thread, where it can be observed, interrupted and abandoned.
 
-The agent may wait for ever: a request to the rendezvous store of a lost host has no time limit, and neither has the
+The agent may wait without limit: a request to the rendezvous store of a lost host has no timeout, and neither has the
 event by which it releases its processes if one of them is killed at that moment (torch 2.13.0, `MultiprocessContext`).
-In the main thread such a wait could not even be ended by a signal.
+In the main thread not even a signal could end such a wait.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _STORE = ("_call_store", "num_nodes_waiting")
 """Functions of the agent that make requests to the rendezvous store (torch 2.13.0)."""
 
 _WAITS_FOR_HOSTS = ("_exit_barrier", "_rendezvous", "shutdown")
-"""Functions of the agent that wait for other machines, with time limits; its processes may all have ended then."""
+"""Functions of the agent that wait for other machines, with timeouts (torch 2.13.0). Its processes may have ended."""
 
 
 _ENDS_WORKERS = ("_close", "_join_procs_with_timeout")
-"""Functions that have sent SIGTERM to the processes, and wait up to 30 s until they send SIGKILL."""
+"""Functions that have sent SIGTERM to the processes, and wait up to 30 s before SIGKILL (torch 2.13.0)."""
 
 
 class AgentThread(threading.Thread):
-    """Runs the agent, which starts, watches and restarts the processes.
+    """Runs the agent, which starts, observes and restarts the processes.
 
     Args:
         config: a `LaunchConfig` of torch.
@@ -37,7 +37,7 @@ class AgentThread(threading.Thread):
         output: the streams of the processes that are shown.
 
     Attributes:
-        error: what the agent raised; None if it ended well, or has not ended.
+        error: the exception of the agent; None if it succeeded, or has not ended.
     """
 
     def __init__(self, config: Any, call: bytes, output: str) -> None:
@@ -55,18 +55,18 @@ class AgentThread(threading.Thread):
             self.error = error
 
     def interrupt(self, number: int) -> None:
-        """Let the agent pass the signal on to its processes and end, as if it had got the signal itself."""
+        """Make the agent forward the signal to its processes and end, as if it had received the signal."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         def init(error: SignalException) -> None:
             SignalException.__init__(error, f"launch() got {stopped.name}", stopped)
 
         stopped = signal.Signals(number)
-        raised = type("Interrupted", (SignalException,), {"__init__": init})  # CPython makes the instance in the thread
+        raised = type("Interrupted", (SignalException,), {"__init__": init})  # CPython calls it without arguments
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident or 0), ctypes.py_object(raised))
 
     def seconds_in_store(self) -> float:
-        """How long the agent has been in one request to the rendezvous store, as far as this was asked before."""
+        """Seconds since the current request of the agent to the rendezvous store was first seen by this method."""
         frame = next((frame for frame in self._frames() if frame.f_code.co_name in _STORE), None)
         now = time.monotonic()
         if frame is None:
@@ -87,10 +87,11 @@ class AgentThread(threading.Thread):
         return any(frame.f_code.co_name in _ENDS_WORKERS for frame in self._frames())
 
     def worker_pids(self) -> set[int]:
-        """The processes that run, also those that still import the script; empty when the agent has ended.
+        """The running processes, including those that still import the script; empty if the agent has ended.
 
-        The agent keeps them in a private attribute (torch 2.13.0). It is read off the stack, because the agent is made
-        inside torch. No process is joined here: the agent does that, and a second join would take its exit code away.
+        The agent keeps them in a private attribute (torch 2.13.0). It is read from the stack, because torch makes the
+        agent
+        internally. Processes are not joined here: the agent does that, and a second join would remove their exit codes.
         """
         for frame in self._frames():
             context = getattr(frame.f_locals.get("self"), "_pcontext", None)

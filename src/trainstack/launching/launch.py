@@ -1,7 +1,7 @@
 """`launch(fn, nproc=2)` runs a function in several processes of this machine.
 
-torch's own elastic agent starts, watches and restarts them; torchrun runs on the same one. What is added here: results
-and failures that do not depend on how a process exits, times that are kept, and nothing left behind.
+torch's elastic agent, on which torchrun is based, starts, observes and restarts them. This module adds results and
+failures that do not depend on exit codes, timeouts that are kept, and a complete cleanup.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 _LOOK_S = 0.1
 _HEARS_S = 2.0
-"""After which the processes get a signal directly, because the agent waits in C and has not passed it on."""
+"""After this time the processes get a signal directly, because the agent waits in C and has not forwarded it."""
 
 _STORE_S = 60.0
-"""For one request of the agent to the rendezvous store, which torch gives no time limit."""
+"""The timeout of one request of the agent to the rendezvous store, which has none in torch."""
 
 _SPARE_S = 30.0
-"""For the agent to notice what has happened to its processes, on a busy machine."""
+"""Time for the agent to notice the end of its processes, on a busy machine."""
 
 _LOGS_OF_FAILURE = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
@@ -60,31 +60,32 @@ def launch(
 ) -> list[T]:
     """Call `fn(*args)` in `nproc` new processes that find each other as under torchrun, and wait for them.
 
-    `fn`, `args` and what `fn` returns are pickled. So `fn` is a function of a module or of the script itself, and a
-    script that calls `launch` does so below `if __name__ == "__main__":`. From a notebook, import `fn` from a file.
+    `fn`, `args` and the results of `fn` are pickled. So `fn` is a function of a module or of the script itself, and a
+    script calls `launch` below `if __name__ == "__main__":`. From a notebook, import `fn` from a file.
 
     Args:
-        fn: what to run in each process.
+        fn: the function to run in each process.
         args: its arguments, the same for every process.
         nproc: processes on this machine; by default one for each accelerator.
-        nnodes: machines: `"2"`, or `"1:4"` to go on with any number from 1 to 4. Call `launch` on each of them.
-        node_rank: 0 on the machine that `rdzv_endpoint` names, another number elsewhere; by default found out.
-            Who gets which rank, the machines settle among themselves.
-        rdzv_endpoint: `"host:port"` where several machines meet; on one machine a free port is found.
-        max_restarts: how often all processes are started again after one has failed.
-        rank_output: what is seen of the processes other than the first of this machine: `"only_error"` (stderr),
-            `"all"` or `"ignore"`. A folder gets `{rank}_std.log` and `{rank}_err.log` of every process instead.
+        nnodes: machines: `"2"`, or `"1:4"` to continue with any number from 1 to 4. Call `launch` on each of them.
+        node_rank: 0 on the machine that `rdzv_endpoint` names, another number elsewhere; by default it is detected. The
+            machines assign the ranks among themselves.
+        rdzv_endpoint: `"host:port"` of the rendezvous of several machines; on one machine a free port is found.
+        max_restarts: the number of restarts of all processes after one has failed.
+        rank_output: the visible output of processes other than the first of this machine: `"only_error"` (stderr),
+            `"all"`
+            or `"ignore"`. A folder gets `{rank}_std.log` and `{rank}_err.log` of every process instead.
         timeout_s: seconds after which all processes are ended, if they are still running.
-        grace_s: seconds that processes have to save and end, after one has failed or a signal has come, until they are
+        grace_s: seconds for processes to save and end, after one has failed or a signal has arrived, until they are
             killed.
         env: variables to set in the processes.
 
     Returns:
-        What `fn` returned, one item a process of this machine, by rank.
+        The results of `fn`, one for each process of this machine, by rank.
 
     Raises:
         ConfigurationError: an argument is wrong, or `fn` cannot be pickled.
-        LaunchError: a process failed; it names the rank and holds the traceback.
+        LaunchError: a process failed; it names the rank and contains the traceback.
     """
     check_not_in_worker("launch()")
     order = check_options(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)
@@ -93,14 +94,14 @@ def launch(
         stopped = _run(call, name, order, run)
         boxes = finished_attempt(run, order.nproc) if stopped is None else None
         results = [box.result() for box in boxes or ()]
-    if stopped is not None:  # the caller's own handlers are back: let them decide
+    if stopped is not None:  # the caller's handlers are restored, so they can handle the signal
         signal.raise_signal(stopped)
         raise LaunchError(f"launch({name}) was stopped by {signal.Signals(stopped).name}; its processes are ended.")
     return results
 
 
 def _run(call: bytes, name: str, order: LaunchOptions, run: Path) -> int | None:
-    """Run the agent until all is done; the number of a signal that stopped it."""
+    """Run the agent to the end. Returns the number of a signal that stopped it, or None."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     agent = AgentThread(_config(order, run), call, order.output)
@@ -123,7 +124,7 @@ def _run(call: bytes, name: str, order: LaunchOptions, run: Path) -> int | None:
 
 
 def _wait(agent: AgentThread, watch: WorkerWatchdog, order: LaunchOptions, asked: list[int]) -> str:
-    """Wait for the agent, pass a signal on to it, and give it up when it is stuck; says why, else ""."""
+    """Wait for the agent, forward a signal to it, and abandon it if it is stuck. Returns the reason, otherwise ""."""
     patience = Patience()
     while agent.is_alive():
         agent.join(_LOOK_S)
@@ -134,7 +135,7 @@ def _wait(agent: AgentThread, watch: WorkerWatchdog, order: LaunchOptions, asked
         if patience.since("ending", agent.is_ending_workers) > order.grace_s:
             watch.kill()
         if agent.seconds_in_store() > _STORE_S:
-            return f"the rendezvous at {order.endpoint} does not answer: its host is down or cut off"
+            return f"the rendezvous at {order.endpoint} does not answer: its host is down or disconnected"
         if patience.since("asked", bool(asked)) > order.grace_s + _SPARE_S:
             return "the agent did not end its processes"
         if patience.since("expired", watch.expired) > order.grace_s + _SPARE_S:
@@ -145,13 +146,13 @@ def _wait(agent: AgentThread, watch: WorkerWatchdog, order: LaunchOptions, asked
 
 
 class Patience:
-    """How long conditions have been true without a break."""
+    """Measures for how long conditions have been true without interruption."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
     def since(self, name: str, is_true: bool) -> float:
-        """Seconds since the condition `name` was first seen to be true; 0 the first time, and while it is not."""
+        """Seconds since the condition `name` was first seen to be true; 0 at the first time, and if it is not true."""
         if not is_true:
             self._since.pop(name, None)
             return 0.0
@@ -160,7 +161,7 @@ class Patience:
 
 @contextmanager
 def _taken_signals() -> Iterator[list[int]]:
-    """Signals to pass on to the processes are kept in the list; the handlers of this process come back afterwards."""
+    """A block that collects signals for the processes in the list. The handlers are restored afterwards."""
     asked: list[int] = []
     handlers = _handlers()
     for number in handlers:
@@ -179,7 +180,7 @@ def _config(order: LaunchOptions, run: Path) -> Any:
     meeting: dict[str, Any] = {} if order.is_host is None else {"is_host": order.is_host}
     if order.timeout_s is not None:
         meeting["join_timeout"] = math.ceil(order.timeout_s)
-        # 60 s are torch's own: a host that does not come is waited for so long, up to twice
+        # 60 s is torch's value; the agent waits up to twice this time for a host that does not come
         meeting["read_timeout"] = min(60, meeting["join_timeout"])
     newer: dict[str, Any] = {}
     if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # newer than torch 2.10
@@ -203,18 +204,19 @@ def _config(order: LaunchOptions, run: Path) -> Any:
 
 @contextmanager
 def _run_environment(order: LaunchOptions) -> Iterator[Path]:
-    """A folder for the run and the variables of its processes; afterwards everything is as it was.
+    """A folder for the run and the variables of its processes. Afterwards everything is restored.
 
     The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it gets
-    anything else. The agent draws from `random` and sets a variable of its own.
+    anything
+    else. The agent draws from `random` and sets another variable, so both are restored.
     """
     made = dict(order.env)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         made.setdefault("OMP_NUM_THREADS", str(max(1, cores // order.nproc)))
-    made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # so that a trainer knows
-    # The agent's store would keep the addresses of dead processes, and the new ones would hang. With several machines,
-    # an agent that comes later would wait for an address that is written in the first round only (torch 2.13.0).
+    made.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(order.grace_s)))  # a trainer reads it
+    # The agent's store would keep the addresses of ended processes, for which the new ones would wait. With several
+    # machines, a later agent would wait for an address that is written in the first round only (torch 2.13.0).
     if order.may_restart or order.max_nodes > 1:
         made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if order.max_nodes == 1:
@@ -223,7 +225,7 @@ def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     drawn = random.getstate()
     run = Path(tempfile.mkdtemp(prefix="trainstack-launch-"))
     quiet = [logging.getLogger(name) for name in _LOGS_OF_FAILURE]
-    for logger in quiet:  # LaunchError says it all; and torch's formatter imports its compiler first, for seconds
+    for logger in quiet:  # LaunchError has all of it, and torch's formatter would import its compiler, for seconds
         logger.addFilter(_nothing)
     try:
         os.environ.update(made)
@@ -244,10 +246,11 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def _handlers() -> dict[int, Any]:
-    """The handlers of this process for the signals that are passed on; only the main thread can change them.
+    """The handlers of this process for the signals that are forwarded. Only the main thread can change them.
 
-    A signal that is ignored stays so. SIGUSR1, which schedulers send ahead of a time limit, is passed on where it would
-    end this process.
+    An ignored signal remains ignored. SIGUSR1, which schedulers send before a time limit, is forwarded if it would end
+    this
+    process.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}

@@ -1,4 +1,4 @@
-"""A rendezvous of torch's agent on one host: its stores listen on the loopback address only."""
+"""A rendezvous of torch's agent on one host, whose stores listen only on the loopback address."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NAME = "trainstack-loopback"
 
 
 def register_loopback_rendezvous() -> str:
-    """Make torch's agent know the rendezvous; the name to write as `rdzv_backend`.
+    """Register the rendezvous with torch's agent. Returns its name for `rdzv_backend`.
 
-    torch 2.13.0: the stores of its backend `c10d` listen on all interfaces, whatever the endpoint.
+    torch 2.13.0: the stores of its backend `c10d` listen on all interfaces, for every endpoint.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
@@ -25,7 +25,7 @@ def _create(parameters: Any) -> Any:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
     class Backend(C10dRendezvousBackend):
-        name = NAME  # torch compares it with what was asked for
+        name = NAME  # torch compares it with the requested backend
 
     store = _loopback_store()
     handler = create_handler(store, Backend(store, parameters.run_id), parameters)

@@ -22,7 +22,7 @@ _OUTPUTS = ("only_error", "all", "ignore")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The arguments of one launch, checked; see `launch` for what they mean."""
+    """The checked arguments of one launch; see `launch`."""
 
     nproc: int
     min_nodes: int
@@ -53,7 +53,7 @@ def check_options(
     grace_s: float,
     env: Mapping[str, str] | None,
 ) -> LaunchOptions:
-    """Check the arguments of `launch`, which documents them, and fill in what one machine needs.
+    """Check the arguments of `launch`, which documents them, and add the defaults for one machine.
 
     Raises:
         ConfigurationError: one of them is wrong.
@@ -62,14 +62,14 @@ def check_options(
     several = most > 1
     if several and (endpoint is None or not endpoint.rpartition(":")[2].isdecimal()):
         raise ConfigurationError(
-            f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need a place to meet, the same on all of "
-            "them. Write rdzv_endpoint='host:port' with the host of one machine and a port free there."
+            f"nnodes={nnodes!r}, rdzv_endpoint={endpoint!r}: several machines need one rendezvous address, the same on "
+            "all. Write rdzv_endpoint='host:port' with the host of one machine and a port free there."
         )
     for name, value in (("max_restarts", max_restarts), ("grace_s", grace_s)):
         if value < 0:
             raise ConfigurationError(f"{name}={value}: write a number from 0 up.")
     if timeout_s is not None and timeout_s <= 0:
-        raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait for ever.")
+        raise ConfigurationError(f"timeout_s={timeout_s}: write seconds above 0, or None to wait without limit.")
     return LaunchOptions(
         nproc=_count(nproc),
         min_nodes=least,
@@ -86,7 +86,7 @@ def check_options(
 
 
 def _node_range(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
-    """The least and the most."""
+    """The smallest and the largest number of machines."""
     first, _, last = str(nnodes).partition(":")
     if not (first.isdecimal() and (last or first).isdecimal() and 1 <= int(first) <= int(last or first)):
         raise ConfigurationError(f"nnodes={nnodes!r}: write a number of machines, '2', or a range, '1:4'.")
@@ -94,7 +94,7 @@ def _node_range(nnodes: str | int, node_rank: int | None) -> tuple[int, int]:
     if node_rank is not None and not 0 <= node_rank < most:
         raise ConfigurationError(
             f"node_rank={node_rank}, nnodes={nnodes!r}: machines are counted from 0, where rdzv_endpoint is. "
-            f"Write a number from 0 to {most - 1}, or remove it: it is then found automatically."
+            f"Write a number from 0 to {most - 1}, or remove it for automatic detection."
         )
     return least, most
 
@@ -104,7 +104,7 @@ def _count(nproc: int | None) -> int:
         nproc = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
         if nproc == 0:
             raise ConfigurationError(
-                "launch(): torch finds no accelerator on this machine, so the number of processes is yours to say. "
+                "launch(): torch finds no accelerator on this machine, so the number of processes is required. "
                 "Write launch(fn, nproc=2)."
             )
     if nproc < 1:
@@ -137,9 +137,9 @@ def _output(output: str | os.PathLike[str]) -> str:
 
 
 def _local_address_for(endpoint: str) -> str:
-    """The address of this machine on the way to the meeting point: unlike the host's name, it can be reached.
+    """The address of this machine on the route to the rendezvous. Unlike the host's name, others can reach it.
 
-    No packet is sent. A host that its own name leads back to itself is called by the name the others use.
+    No packet is sent. If it is a loopback address, the result is the host of `endpoint`, the name that the others use.
     """
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
@@ -149,15 +149,15 @@ def _local_address_for(endpoint: str) -> str:
             probe.connect(address)
             found = str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigurationError(f"rdzv_endpoint={endpoint!r}: this machine finds no way there ({error}).") from error
+        raise ConfigurationError(f"rdzv_endpoint={endpoint!r}: this machine has no route to it ({error}).") from error
     return host if found.startswith("127.") or found == "::1" else found
 
 
 def check_not_in_worker(caller: str) -> None:
-    """Refuse `caller`, such as "launch()", in a process that is itself one of those it would start.
+    """Refuse a call of `caller`, such as "launch()", in a process that such a call has started.
 
     Raises:
-        ConfigurationError: saying where to put the call.
+        ConfigurationError: the message says where to put the call.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
@@ -172,10 +172,10 @@ def check_not_in_worker(caller: str) -> None:
 
 
 def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], caller: str) -> bytes:
-    """`fn` and its arguments, as a new process can take them.
+    """Pickle `fn` and its arguments for a new process.
 
     Raises:
-        ConfigurationError: it could not; the message says what to give `caller` instead.
+        ConfigurationError: they cannot be pickled. The message says how to call `caller` instead.
     """
     name = getattr(fn, "__qualname__", repr(fn))
     main = sys.modules["__main__"]
@@ -189,7 +189,7 @@ def pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], caller: str) -> b
         return pickle.dumps((fn, args))
     except Exception as error:
         raise ConfigurationError(
-            f"{caller}({name}): the function and its arguments go to new processes by pickle, which refuses: {error}. "
-            "Give a function defined at the top of a module, no lambda, no inner function, no method of a "
-            "trainer, and arguments that are plain data; build models and loaders inside it."
+            f"{caller}({name}): the function and its arguments are sent to new processes by pickle, which refuses: "
+            f"{error}. Pass a function defined at the top of a module, not a lambda, an inner function or a method of "
+            "a trainer, and arguments that are plain data; build models and loaders inside it."
         ) from error

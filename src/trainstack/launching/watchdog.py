@@ -1,4 +1,4 @@
-"""Supervision of launched processes: time limits, first failure, termination."""
+"""Supervision of launched processes: timeouts, first failure, termination."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from typing import Any
 from trainstack.errors import LaunchError
 from trainstack.launching.worker import WHERE_SIGNAL, FailureReport, ResultDir, list_attempts
 
-_ANSWER_S = 5.0
+_ANSWER_S = 5.0  # time for processes to report their places, or to end after SIGKILL
 
 _logger = logging.getLogger("trainstack")
 
 
 class WorkerWatchdog(threading.Thread):
-    """Kills what still runs some time after one process has failed, ends all when the time is over, tells of restarts.
+    """Kills the remaining processes some time after one has failed, ends all at the timeout, and logs restarts.
 
-    torch's agent asks the others to stop and waits half a minute for those that cannot hear it, stuck in a collective.
+    torch's agent asks the others to stop, and waits half a minute for those that are stuck in a collective and ignore
+    it.
 
     Args:
         name: of the function, for the log.
         run: the folder of the run.
-        grace_s: from the first loss until the rest are killed.
+        grace_s: from the first lost process until the rest are killed.
         timeout_s: for the whole run.
-        worker_pids: the processes that run, as far as the agent knows them.
+        worker_pids: returns the running processes, if the agent knows them.
 
     Attributes:
-        expired: whether the time is over.
-        places: where each process was in its code when the time was over, by rank.
+        expired: whether the timeout has passed.
+        places: the places of the processes in their code at the timeout, by rank.
         all_gone: whether every process of the newest start has ended.
-        left: the processes that were the first to end, if they left neither a result nor a report.
+        left: the processes that ended first, if they wrote neither a result nor a report.
     """
 
     expired: bool
@@ -63,16 +64,16 @@ class WorkerWatchdog(threading.Thread):
             self._poll()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the supervision."""
         self._done.set()
         self.join()
 
     def kill(self) -> None:
-        """End every process, also those that still import the script."""
+        """Kill every process, including those that still import the script."""
         self._send(signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill every process that the agent has left, and wait for their end; one in a system call may take longer."""
+        """Kill every remaining process, and wait for their end; one in a system call may take longer."""
         left = self._pids()
         self.kill()
         deadline = time.monotonic() + _ANSWER_S
@@ -80,7 +81,7 @@ class WorkerWatchdog(threading.Thread):
             time.sleep(0.02)
 
     def send_once(self, number: int) -> None:
-        """Send a signal to every process, at the first call only."""
+        """Send a signal to every process, only at the first call."""
         if not self._sent:
             self._sent = True
             self._send(number)
@@ -102,7 +103,7 @@ class WorkerWatchdog(threading.Thread):
         lost = [box for box in gone if not box.has_result]
         if lost or self.expired:
             start = boxes[0].path.parent if boxes else self._run
-            if start not in self._lost:  # before the rest are killed
+            if start not in self._lost:  # only before the rest are killed
                 self.left = [] if _reports(boxes) else lost
             if now - self._lost.setdefault(start, now) > self._grace_s:
                 self.kill()
@@ -110,7 +111,7 @@ class WorkerWatchdog(threading.Thread):
     def _attempts(self) -> list[list[ResultDir]]:
         try:
             return list_attempts(self._run)
-        except OSError:  # the agent is just making or clearing one
+        except OSError:  # the agent creates or deletes one at this moment
             return []
 
     def _send(self, number: int) -> None:
@@ -126,17 +127,17 @@ class WorkerWatchdog(threading.Thread):
 def launch_error(
     name: str, run: Path, failed: BaseException | None, timeout_s: float | None, watch: WorkerWatchdog, stuck: str
 ) -> LaunchError:
-    """Say which process failed first and why.
+    """The error that names the process that failed first, with the reason.
 
-    A process that died without a word is the cause of what the others report. Else the earliest report is.
+    A process that ended without a report is the cause of the reports of the others. Otherwise the earliest report is.
 
     Args:
         name: of the function.
         run: the folder of the run.
-        failed: what the agent raised.
-        timeout_s: the time that is over; None if it is not.
+        failed: the exception of the agent.
+        timeout_s: the timeout that has passed; None if it has not.
         watch: of the processes.
-        stuck: why the agent was given up; "" if it was not.
+        stuck: the reason why the agent was abandoned; "" if it was not.
     """
     boxes = (list_attempts(run) or [[]])[-1]
     reports = _reports(boxes)
@@ -173,7 +174,7 @@ def launch_error(
 
 
 def _early_exit(name: str, box: ResultDir, reports: list[FailureReport]) -> LaunchError:
-    """Exit code 0 is no failure for the agent, which names the processes that were killed afterwards."""
+    """For a process with exit code 0, which the agent does not count as failed: it names the ones killed later."""
     rank = box.rank(-1)
     return LaunchError(
         f"launch({name}): rank {rank} (process {box.pid}) left with exit code 0 before its function had returned."
@@ -192,7 +193,7 @@ def _describe_exit(exitcode: int, reached_fn: bool) -> str:
     if reached_fn:
         return f"left with exit code {exitcode}, past every exception handler."
     return (
-        f"left with exit code {exitcode} before it came to the function; its output shows the error. Most often the "
+        f"left with exit code {exitcode} before it reached the function; its output shows the error. Most often the "
         "script that calls launch() cannot be imported, or calls it outside of `if __name__ == '__main__':`."
     )
 
@@ -206,7 +207,7 @@ def _others(reports: list[FailureReport]) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and was not joined yet does not."""
+    """Whether the process runs. An ended process that was not joined does not."""
     try:
         os.kill(pid, 0)
         with suppress(OSError):  # a system without /proc
@@ -217,15 +218,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def locate(boxes: list[ResultDir]) -> dict[int, str]:
-    """Ask every process where it is in its code; one that does not answer soon is stopped, or still imports.
+    """Ask every process for its place in its code. One that does not answer soon is stopped, or still imports.
 
-    The answer comes from a signal handler in C, so also a process that holds Python's lock gives it.
+    The answer is written by a signal handler in C, so a process that holds the GIL answers too.
     """
     began = time.monotonic()
     asked = {box: began for box in boxes if (pid := box.pid) is not None and _ask(pid)}
     while any(box.place() is None for box in asked) and time.monotonic() - began < _ANSWER_S:
         time.sleep(0.02)
-    time.sleep(0.05)  # an answer is several writes
+    time.sleep(0.05)  # an answer consists of several writes
     places = {}
     for rank, box in enumerate(boxes):
         place = box.place() if box in asked else None

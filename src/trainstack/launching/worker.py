@@ -1,10 +1,10 @@
 """The main function of a launched process.
 
-Every start of a process has a folder of its own, made by torch's agent: `<run>/attempt_<restart>/<local rank>/`. In it:
+torch's agent makes a folder for each start of a process: `<run>/attempt_<restart>/<local rank>/`. It contains:
 
-    pid      written first: process, rank and the name of the main thread, in numbers
-    stack    what `faulthandler` writes when the process gets `WHERE_SIGNAL`
-    result   the pickled return value: once it is there, the process has done its work, however it ends
+    pid      written first: pid, rank and the ident of the main thread, as numbers
+    stack    the output of `faulthandler` after `WHERE_SIGNAL`
+    result   the pickled return value; if it exists, the process has succeeded, with any exit code
     report   JSON: the exception and its traceback
 """
 
@@ -31,19 +31,19 @@ from trainstack._files import atomic_write
 from trainstack.backends.processes import watchdog as ranks_watchdog
 from trainstack.errors import TrainstackError
 
-# The agent looks this often whether a process has ended; a process that fails because of another one leaves room
-# for it to be seen first.
+# The interval at which the agent checks for ended processes. A process that fails because of another one waits some
+# intervals, so that the other one is seen first.
 MONITOR_S = 0.1
 _YIELD_S = 5 * MONITOR_S
-_EXIT_WITHIN_S = 5.0
+_EXIT_WITHIN_S = 5.0  # then the process is ended, even if threads or exit handlers hang
 
 WHERE_SIGNAL = getattr(signal, "SIGRTMAX", 64) - 5
-"""Asks a process where it is in its code. A signal that nothing else uses: not the last, which debuggers take."""
+"""Asks a process for its place in its code. Not the last real-time signal, which debuggers use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
-    """Why a process failed."""
+    """The failure of a process."""
 
     rank: int
     kind: str
@@ -60,17 +60,17 @@ class ResultDir:
 
     @property
     def pid(self) -> int | None:
-        """The process, once it has come as far as to say so."""
+        """The pid; None if the process has not written it yet."""
         text = self._read("pid")
         return int(text.split()[0]) if text else None
 
     def rank(self, otherwise: int) -> int:
-        """The global rank of the process; `otherwise` before it has come as far as to say so."""
+        """The global rank of the process; `otherwise` if the process has not written it yet."""
         text = self._read("pid")
         return int(text.split()[1]) if text else otherwise
 
     def place(self) -> str | None:
-        """Where the main thread was when the process was asked; None before it has answered."""
+        """The place of the main thread when the process was asked; None before it has answered."""
         dump, said = self._read("stack"), self._read("pid")
         frames = ranks_watchdog._frames_of(int(said.split()[2]), dump) if said else []
         frames = list(takewhile(lambda frame: frame.file != __file__, frames)) or frames  # innermost first
@@ -78,15 +78,15 @@ class ResultDir:
 
     @property
     def has_result(self) -> bool:
-        """Whether the process has done its work."""
+        """Whether the process has written its result."""
         return (self.path / "result").exists()
 
     def result(self) -> Any:
-        """What the process returned; it was pickled by that process, which we started."""
+        """The return value. Its pickle was written by the process that we started."""
         return pickle.loads((self.path / "result").read_bytes())
 
     def report(self) -> FailureReport | None:
-        """Why it failed, if it could still say so."""
+        """The failure, if the process could report it."""
         text = self._read("report")
         return FailureReport(**json.loads(text)) if text else None
 
@@ -107,12 +107,12 @@ def list_attempts(run: Path) -> list[list[ResultDir]]:
 
 
 def finished_attempt(run: Path, nproc: int) -> list[ResultDir] | None:
-    """The folders of the newest start that all `nproc` processes have brought to its end."""
+    """The folders of the newest start in which all `nproc` processes have written results."""
     return next((a for a in reversed(list_attempts(run)) if len(a) == nproc and all(box.has_result for box in a)), None)
 
 
 def work(call: bytes, output: str) -> None:
-    """Call the user's function in a process of torch's agent, and leave its result or its traceback in the folder."""
+    """Call the user's function in a process of torch's agent, and write its result or its traceback to the folder."""
     box = ResultDir(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent)
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(WHERE_SIGNAL, file=(box.path / "stack").open("w"))
@@ -121,7 +121,7 @@ def work(call: bytes, output: str) -> None:
     if (run / "expired").exists():
         os._exit(1)
     if finished_attempt(run, int(os.environ["LOCAL_WORLD_SIZE"])) is not None:
-        return  # a process died after all had delivered: there is nothing to do again
+        return  # restarted after a process ended late: all results already exist
     _choose_output(output)
     try:
         fn, args = pickle.loads(call)
@@ -134,7 +134,7 @@ def work(call: bytes, output: str) -> None:
         atomic_write(box.path / "result", _pickled(result))
     except BaseException as error:
         _fail(box, error, shown=output not in ("all", "only_error", "ignore"))
-    # torch waits until all processes have returned; then Python's exit runs this, after the data loaders' workers.
+    # torch waits until all processes have returned. Python's exit then runs this, after ending data loader workers.
     util.Finalize(None, _leave, args=(0,), exitpriority=-1000)
 
 
@@ -149,8 +149,8 @@ def _pickled(result: Any) -> bytes:
 
 
 def _fail(box: ResultDir, error: BaseException, shown: bool) -> None:
-    """Leave the traceback and end the process, soon and for certain."""
-    part = error.__traceback__  # of it only what lies in the user's function is shown
+    """Write the traceback and end the process, within a few seconds."""
+    part = error.__traceback__  # show only the frames of the user's function
     while part is not None and part.tb_next is not None and part.tb_frame.f_code.co_filename == __file__:
         part = part.tb_next
     said = FailureReport(
@@ -164,23 +164,24 @@ def _fail(box: ResultDir, error: BaseException, shown: bool) -> None:
     if shown:
         sys.stderr.write(said.text)
     if isinstance(error, RuntimeError | TrainstackError) and int(os.environ["WORLD_SIZE"]) > 1:
-        time.sleep(_YIELD_S)  # "connection closed by peer": the peer is what went wrong
+        time.sleep(_YIELD_S)  # for an error such as "connection closed by peer", the peer's failure is the cause
     code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
     _leave(code if isinstance(code, int) and 0 < code < 256 else 1, within_s=_EXIT_WITHIN_S)
 
 
 def _leave(code: int, within_s: float | None = None) -> None:
-    """End the process as Python does, but for taking modules apart.
+    """End the process as Python does, but without tearing down modules.
 
-    While Python does that, gloo's thread may drop a finished collective, ask for the interpreter's lock, and abort the
-    process: "terminate called without an active exception". So: threads, exit handlers, buffers, and out.
+    During the teardown, gloo's thread may release a finished collective, ask for the GIL, and abort the process:
+    "terminate called without an active exception". So this runs threading's shutdown and the exit handlers, flushes
+    buffers, and exits. The private functions were checked on Python 3.11.
     """
     if within_s is not None:
         timer = threading.Timer(within_s, os._exit, (code,))
         timer.daemon = True
         timer.start()
     with suppress(Exception):
-        getattr(threading, "_shutdown")()  # noqa: B009 - what Python calls itself; typeshed does not know it
+        getattr(threading, "_shutdown")()  # noqa: B009 - called by Python's exit; missing in typeshed
     with suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -203,9 +204,9 @@ def _choose_output(output: str) -> None:
 
 
 def _redirect(stream: TextIO, path: Path) -> None:
-    """Send a stream, and what C code writes to its descriptor, to a file; a restart goes on writing in it."""
+    """Send a stream, and output of C code to its descriptor, to a file. After a restart it appends."""
     stream.flush()
     with path.open("wb" if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else "ab") as file:
         os.dup2(file.fileno(), stream.fileno())
     if hasattr(stream, "reconfigure"):
-        stream.reconfigure(line_buffering=True)  # so that lines outlive a process that is killed
+        stream.reconfigure(line_buffering=True)  # so that the lines of a killed process are complete

@@ -1,6 +1,6 @@
-"""`replay` makes recorded steps of a run again and compares every bit; `follow` does so while the run trains.
+"""`replay` repeats recorded steps of a run and compares every bit; `follow` does so while the run trains.
 
-`compare_by_replay` replays two runs and finds the exact step at which they part.
+`compare_by_replay` replays two runs and finds the exact step at which they diverge.
 """
 
 from trainstack.replaying.bisection import compare_by_replay

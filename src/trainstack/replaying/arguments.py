@@ -1,4 +1,4 @@
-"""The arguments of a run, as its folder has them."""
+"""The arguments of a run, read from its folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from trainstack.trainer.run_files import CONFIG
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_THE_COMMAND = ("target", "module")
-"""Keys of the file that are no arguments; see `module_parameters`."""
+"""Keys of the file that are not arguments of a trainer; see `module_parameters`."""
 
 
 def arguments_of_run(folder: Path) -> TrainerArguments:
-    """The arguments of the newest session of a run, from its `config.yaml`; nothing in it is imported.
+    """The arguments of the newest session of a run, from its `config.yaml`. Nothing in it is imported.
 
     Raises:
-        ConfigurationError: there is no such file, or a key or value in it is wrong.
+        ConfigurationError: the file does not exist, or a key or value in it is wrong.
     """
     path = folder / CONFIG
     if not path.is_file():
         raise ConfigurationError(
-            f"{folder} has no {CONFIG} with the arguments of the run. Give them: args=..., or --config FILE."
+            f"{folder} has no {CONFIG} with the arguments of the run. Pass them: args=..., or --config FILE."
         )
     return read_arguments(path)
 
@@ -48,10 +48,10 @@ def read_arguments(path: Path) -> TrainerArguments:
 
 
 def module_parameters(path: Path, makes_module: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of the module in such a file, as `trainstack train` writes them; none without a file.
+    """The parameters of the module in a `config.yaml` of `trainstack train`; none without a file.
 
     Raises:
-        ConfigurationError: `makes_module` takes no parameter of that name, or not a value of that kind.
+        ConfigurationError: `makes_module` has no parameter with the name, or does not accept the kind of value.
     """
     values = read_config(path).get("module") if path.is_file() else None
     if not values:
@@ -65,13 +65,13 @@ def arguments_of_leg(args: TrainerArguments, leg: Leg, newest: Leg, *, given: bo
     """The arguments with which the steps of `leg` were made.
 
     Args:
-        args: those of the newest session, or those that the caller has `given`.
+        args: those of the newest session, or those that the caller passed.
         leg: the steps.
         newest: the last steps of the run.
-        given: whether the caller gave `args`.
+        given: whether the caller passed `args`.
 
     Raises:
-        ConfigurationError: the sessions had other arguments, which the folder does not have any more.
+        ConfigurationError: the sessions had other arguments, which the folder no longer has.
     """
     before, now = recorded_arguments(leg.end), recorded_arguments(newest.end)
     names = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
@@ -84,9 +84,9 @@ def arguments_of_leg(args: TrainerArguments, leg: Leg, newest: Leg, *, given: bo
 
 
 def _with_earlier(args: TrainerArguments, before: Mapping[str, str | None], leg: Leg, newest: Leg) -> TrainerArguments:
-    """`args` with the values that an earlier session had, of which the step log has the texts.
+    """`args` with the values of an earlier session, which the step log has as text.
 
-    Numbers, texts, bools and None are read; no text is evaluated.
+    Numbers, texts, bools and None are parsed; no text is evaluated.
     """
     known = {field.name for field in dataclasses.fields(args)}
     try:
@@ -98,6 +98,6 @@ def _with_earlier(args: TrainerArguments, before: Mapping[str, str | None], leg:
         changes = ", ".join(f"{name} was {text}" for name, text in before.items())
         raise ConfigurationError(
             f"steps {leg.span.first} to {leg.span.last} were made with other arguments than {CONFIG} has, which is of "
-            f"the newest session: {changes}. Give those arguments (args=..., or --config FILE), or replay later steps: "
+            f"the newest session: {changes}. Pass those arguments (args=..., or --config FILE), or replay later steps: "
             f"--from {newest.span.first}."
         ) from error

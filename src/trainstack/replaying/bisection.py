@@ -1,4 +1,4 @@
-"""`compare_by_replay`: the exact step at which two runs part, from replays with the full record."""
+"""`compare_by_replay`: the exact step at which two runs diverge, from replays with the full record."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ def compare_by_replay(
     timeout_s: float = DAY_S,
     say: Callable[[str], None] = say_line,
 ) -> RunComparison:
-    """Find the exact step at which two runs part, which may be earlier than the first recorded value that differs.
+    """Find the exact step at which two runs diverge, which may be earlier than the first recorded value that differs.
 
-    The step logs are compared first, as in `compare_runs`. If they part at a step and have no digests of all tensors
+    The step logs are compared first, as in `compare_runs`. If they diverge at a step and have no digests of all tensors
     there, both runs are replayed up to that step, with `record="full"`, in temporary folders. The replays begin with
-    the last checkpoint that has the same states in both runs, or with a fresh module. The folders of the runs are only
-    read.
+    the
+    last checkpoint that has the same states in both runs, or with a new module. The folders of the runs are only read.
 
     Args:
-        make_module: makes the module of the first run, as `replay` takes it.
-        one: the folder of a run, its `output_dir`.
-        other: of another.
+        make_module: makes the module of the first run; see `replay`.
+        one: the folder of the first run, its `output_dir`.
+        other: the folder of the second run.
         other_module: makes the module of the second run; by default `make_module` does.
         args: of the first run; by default those in its `config.yaml`.
         other_args: of the second run; by default those in its `config.yaml`.
-        workers: the most worker processes that a training loader may have; None for as many as the module asks for.
+        workers: the largest number of worker processes of a training loader; None for the module's number.
         timeout_s: seconds for each replay.
-        say: takes each line about the progress, by default to print it.
+        say: takes each line about the progress; by default it prints the line.
 
     Returns:
-        The step, the quantity and the parameters. The notes name the checkpoints from which the runs were replayed.
-        If a replay differs from the record of its own run, the reason names that run; step and quantity are then
-        those of the logs.
+        The step, the quantity and the parameters. The notes name the checkpoints from which the runs were replayed. If
+        a
+        replay differs from the record of its run, the reason names that run; step and quantity are then those of the
+        logs.
 
     Raises:
         ConfigurationError: a run has no records, is private, or its steps cannot be replayed.
@@ -96,15 +97,17 @@ def compare_by_replay(
 def last_same_checkpoint(one: RecordedRun, other: RecordedRun, before: int) -> int:
     """The last step below `before` with an intact checkpoint of equal states in both runs; 0 for the start.
 
-    By bisection, since what has parted stays apart. Damaged checkpoints are left out. Generators that began with other
-    states, as Python's and NumPy's do where nobody seeds them, do not count: what they change shows in other states.
+    It uses bisection, because runs that have diverged do not become equal again. Damaged checkpoints are skipped.
+    Generators with different initial states, such as unseeded ones of Python and NumPy, are not compared: their effects
+    are
+    visible in other states.
     """
     mine, theirs = ({step_of(info): info for info in run.checkpoints} for run in (one, other))
     steps = sorted(step for step in mine.keys() & theirs.keys() if step < before)
     logs = one.logs[0], other.logs[0]
     known = sorted(set(logs[0].steps_with_details()) & set(logs[1].steps_with_details()))
     unseeded = tuple(f".{name}" for name in unlike_generators(*logs, known))
-    low, high, same_at = 0, len(steps), 0  # the checkpoints before `low` have the same states, those from `high` on not
+    low, high, same_at = 0, len(steps), 0  # checkpoints before `low` have the same states, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
         step = steps[middle]
@@ -132,7 +135,7 @@ def _is_exact(runs: Sequence[RecordedRun], step: int) -> bool:
 
 
 _Replays = dict[Path, ReplayReport]
-"""What the replays of one run have shown, by the folder of each: one a leg of the run."""
+"""The reports of the replays of one run, one for each leg, by the folder of the replay."""
 
 
 def _replay(task: ReplayTask, span: Span, place: Path, say: Callable[[str], None]) -> _Replays:
@@ -144,7 +147,7 @@ def _replay(task: ReplayTask, span: Span, place: Path, say: Callable[[str], None
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{run.folder} cannot be replayed from step {part.first}: it was resumed from step {leg.base}, and no "
-                "checkpoint before that step is left. Remove the target: the step logs alone are compared then."
+                "checkpoint before that step is left. Remove the target to compare only the step logs."
             ) from error
         say(f"{run.folder}:")
         found[folder / "run"] = task.replay_leg(leg, part, folder, say, mode="full")
@@ -174,7 +177,7 @@ def _not_reproduced(run: RecordedRun, replays: _Replays) -> list[str]:
     """A sentence about the first difference between a replay and the record of its run; none without one."""
     found = [report.first_difference for report in replays.values() if report.first_difference is not None]
     return [
-        f"{run.folder} is not reproducible: its replay differs from its own record in step {one.step}, {one.quantity}. "
+        f"{run.folder} is not reproducible: its replay differs from its record in step {one.step}, {one.quantity}. "
         "It has an operator that is not deterministic, or another module or environment than the run had."
         for one in found[:1]
     ]

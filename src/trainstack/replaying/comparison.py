@@ -1,4 +1,4 @@
-"""Comparison of two step logs: the first step that differs, and in what."""
+"""Comparison of two step logs: the first step that differs, and the quantity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Span:
 def first_difference(recorded: Sequence[StepLog], replayed: Sequence[StepLog], span: Span) -> StepDifference | None:
     """The first step in which the logs of the ranks differ; None if there is none in `span`.
 
-    Steps that one of the logs lacks are left out. Within a step the order is that of `QUANTITIES`, then of the ranks.
+    Steps that one of the logs lacks are ignored. Within a step the order is that of `QUANTITIES`, then of the ranks.
     """
     found = [
         one
@@ -42,7 +42,7 @@ def first_difference(recorded: Sequence[StepLog], replayed: Sequence[StepLog], s
 
 
 def count_details(recorded: StepLog, replayed: StepLog, span: Span) -> int:
-    """How many steps of the span have details in both logs."""
+    """The number of steps of the span that have details in both logs."""
     return sum(_details(recorded, replayed, step) is not None for step in span.of(recorded)["step"].tolist())
 
 
@@ -152,7 +152,7 @@ def _digests(
 
 
 def parameter_of(recorded: StepLog, replayed: StepLog, step: int) -> str | None:
-    """The first parameter whose gradient, else whose weight, differs in a step; None where no details tell."""
+    """The first parameter whose gradient, or else weight, differs in a step; None if no details show it."""
     pair = _details(recorded, replayed, step)
     if pair is None:
         return None
@@ -193,7 +193,7 @@ def _errors(one: Any, other: Any) -> Any:
 
 
 def _of_all_ranks(logs: Sequence[StepLog], span: Span) -> Entries:
-    """The entries of rank 0 for the steps that all ranks have, with the global loss; no norm is nan."""
+    """The entries of rank 0 for the steps that all ranks have, with the global loss; a missing norm is nan."""
     parts = [span.of(log) for log in logs]
     steps = parts[0]["step"]
     for part in parts[1:]:

@@ -1,4 +1,4 @@
-"""What is not as it was when the run was recorded: environment, arguments, code, data."""
+"""Differences between a replay and the recorded run: environment, arguments, code, data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ABSENT = "(absent)"
 
 
 def describe_differences(leg: Leg, replayed: Start) -> list[str]:
-    """Sentences, one for each group of facts in which a replay differs from the recorded session; none if none do."""
+    """Sentences for the groups of facts in which a replay differs from the recorded session, one for each group."""
     before, now = leg.end.description, replayed.description
     sentences = []
     for group in before:
@@ -25,7 +25,8 @@ def describe_differences(leg: Leg, replayed: Start) -> list[str]:
 
 
 def _changes(group: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Each fact that has changed, in words. The file of a script has another module name when it is imported."""
+    """Each changed fact, as text. The file of a script has another module name when it is imported, so names are
+    ignored."""
     names = [name for name in dict.fromkeys((*before, *now)) if group != "arguments" or decides(name)]
     if group == "code":
         names = [name for name in before if before[name] not in now.values()]

@@ -29,24 +29,25 @@ def follow(
     say: Callable[[ReplayReport], None] = print_report,
     **options: Any,
 ) -> ReplayReport | None:
-    """Replay the steps between successive checkpoints of a live run as they appear, until the run ends.
+    """Replay the steps between successive checkpoints of a running training as they appear, until it ends.
 
-    The newest checkpoint is copied to a temporary folder before it is used, since the run deletes old ones. So no step
-    is left out, and the replays end later than the run if they are slower.
+    The newest checkpoint is copied to a temporary folder before its use, because the run deletes old ones. So no step
+    is
+    omitted, and slow replays end later than the run.
 
     Args:
-        make_module: as for `replay`.
+        make_module: see `replay`.
         run: the folder of a run that a process of this or another machine trains, or that has ended.
-        args: as for `replay`.
-        interval_s: seconds between two looks at the folder.
-        say: is called with each report; by default it prints them.
+        args: see `replay`.
+        interval_s: seconds between two checks of the folder.
+        say: called with each report; by default it prints them.
         **options: `nproc`, `workers`, `tolerance`, `timeout_s` of `replay`.
 
     Returns:
-        The first report with a difference or damage; else the last one; None if the run has ended without a step.
+        The first report with a difference or damage, or else the last one; None if the run has ended without a step.
 
     Raises:
-        ConfigurationError, LaunchError: as `replay`.
+        ConfigurationError, LaunchError: see `replay`.
     """
     if not interval_s > 0:
         raise ConfigurationError(f"interval_s={interval_s!r}: write a number of seconds above 0.")
@@ -73,7 +74,7 @@ class _Follower:
         """Replay until the run ends or differs."""
         last: ReplayReport | None = None
         while True:
-            has_ended = self._life.has_ended()  # before the log is read, so that its last steps are seen
+            has_ended = self._life.has_ended()  # before the log is read, so that its last steps are not missed
             report = self._replay_new_steps(has_ended)
             if report is not None:
                 self._say(report)
@@ -88,7 +89,7 @@ class _Follower:
     def _replay_new_steps(self, has_ended: bool) -> ReplayReport | None:
         """Replay up to the newest checkpoint, or to the last step of a run that has ended; None without new steps."""
         if not has_ended and not has_steps(self._folder):
-            return None  # the first ones are not written yet
+            return None  # the first steps are not written yet
         task = self._read()
         whole = task.recorded.span
         newest = self._hold_newest(task.recorded)
@@ -108,7 +109,7 @@ class _Follower:
         return report
 
     def _hold_newest(self, recorded: RecordedRun) -> CheckpointInfo | None:
-        """Copy the newest checkpoint; None if there is none yet, or if the run has deleted it meanwhile."""
+        """Copy the newest checkpoint; None if there is none, or if the run has deleted it."""
         for info in reversed(recorded.checkpoints):
             copy = self._held / info.name
             if copy.is_dir() or self._copy(info.path, copy):
@@ -117,7 +118,7 @@ class _Follower:
 
     @staticmethod
     def _copy(path: Path, copy: Path) -> bool:
-        """Whether `path` could be copied: not if it was deleted meanwhile. A damaged one is copied as it is."""
+        """Copy `path`. False if it was deleted during the copy. A damaged checkpoint is copied unchanged."""
         try:
             shutil.copytree(path, copy)
             verify_checkpoint(copy)
@@ -125,7 +126,7 @@ class _Follower:
             try:
                 verify_checkpoint(path)
             except CheckpointDamagedError:
-                return copy.is_dir()  # the replay says what is wrong with it
+                return copy.is_dir()  # the replay reports the damage
             except (OSError, CheckpointError):
                 pass
             shutil.rmtree(copy, ignore_errors=True)
@@ -142,7 +143,7 @@ class _Life:
         self._seen_at = time.monotonic()
 
     def has_ended(self) -> bool:
-        """Whether the lease of the folder was given back, or its owner has died or been silent for too long."""
+        """Whether the lease of the folder was released, or its owner has ended or been silent for too long."""
         try:
             seen = lease_file.look(self._folder)
         except OSError:

@@ -1,4 +1,4 @@
-"""`LegReplay`: what a replay has shown, by its step logs and its checkpoints."""
+"""`LegReplay`: the comparison of a replay with the run, by step logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainstack.step_log import StepLog, read_step_log
 
 
 def read_logs(place: Path, size: int) -> list[StepLog]:
-    """The logs that a replay has written; none if its processes failed before."""
+    """The logs that a replay has written; none if its processes failed earlier."""
     try:
         return [read_step_log(place / "run", rank) for rank in range(size)]
     except CheckpointError:
@@ -24,17 +24,17 @@ def read_logs(place: Path, size: int) -> list[StepLog]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegReplay:
-    """Steps that were made again.
+    """Replayed steps.
 
     Attributes:
         recorded: the run.
-        leg: the part of the run that they belong to.
+        leg: the part of the run that contains them.
         span: the steps.
-        begin: the checkpoint that the replay began with; None for the start of the run.
+        begin: the checkpoint from which the replay began; None for the start of the run.
         stored: the checkpoints of the run within the span.
-        logs: the step logs of the replay, by rank; none if its processes failed before.
+        logs: the step logs of the replay, by rank; none if its processes failed earlier.
         scratch: the folder of the replay.
-        error: why its processes failed, if they did.
+        error: the error of its processes, if they failed.
     """
 
     recorded: RecordedRun
@@ -47,7 +47,7 @@ class LegReplay:
     error: LaunchError | None
 
     def report(self, tolerance: float | None) -> ReplayReport:
-        """Compare; to a tolerance where another number of processes has replayed, else all bits.
+        """Compare values with a tolerance if another number of processes replayed, otherwise all bits.
 
         Raises:
             LaunchError: the replay failed before a step differed.
@@ -88,7 +88,7 @@ class LegReplay:
         )
 
     def _at_the_start(self) -> StepDifference | None:
-        """The first weight that is another one before the first step; None without one, or with nothing to compare."""
+        """The first weight that differs before the first step; None if all are equal or cannot be compared."""
         if not self.logs[0].segments or step_of(self.begin) != self.leg.base:
             return None
         one, other = (start.description.get("weights", {}) for start in (self.leg.start, self.logs[0].segments[-1]))
@@ -102,12 +102,12 @@ class LegReplay:
             recorded=f"{name} with digest {one[name]}",
             replayed=f"{name} with digest {other[name]}" if name in other else f"no {name}",
             parameter=name,
-            shown_by="The weights differ before the first step. Is the module made with the seed that the run had, and "
-            "after seed_everything(args.seed)?",
+            shown_by="The weights differ before the first step. Is the module made with the seed of the run, and after "
+            "seed_everything(args.seed)?",
         )
 
     def _with_parameter(self, found: StepDifference | None, states: StoredStates) -> StepDifference | None:
-        """`found` with the first parameter that differs; a difference of checkpoints alone if `found` is None."""
+        """`found` with the first parameter that differs; the difference of checkpoints if `found` is None."""
         if states.first is not None and (found is None or states.first[0] < found.step):
             step, row = states.first
             return StepDifference(
@@ -135,7 +135,7 @@ class LegReplay:
         return replace(found, parameter=name, shown_by=words)
 
     def _check_complete(self) -> None:
-        """Refuse a replay that has not reached the last step; one that failed behind it, as the run did, has."""
+        """Refuse a replay that has not reached the last step. It may fail after that step, as the run did."""
         reached = min((int(log.entries["step"][-1]) if len(log.entries) else 0 for log in self.logs), default=0)
         if reached >= self.span.last:
             return
@@ -143,6 +143,6 @@ class LegReplay:
             raise self.error
         raise ConfigurationError(
             f"the replay ended after global step {reached}, and the run made {self.span.last}. Its arguments have "
-            "fewer steps than the run made, such as after trainer.train(epochs=...). Give the arguments that it had at "
+            "fewer steps than the run made, such as after trainer.train(epochs=...). Pass the arguments that it had at "
             "the end: args=..., or --config FILE."
         )

@@ -1,4 +1,4 @@
-"""What the folder of a run has for a replay: its step logs, its checkpoints, and which steps were made alike."""
+"""`RecordedRun`: the step logs and checkpoints in the folder of a run, and its legs of equally made steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Leg:
 
     Attributes:
         span: of the steps.
-        base: the global step that the first session of these steps began from; 0 for the start of the run.
+        base: the global step from which the first session of these steps began; 0 for the start of the run.
         start: of that session, on rank 0.
         end: of the last session of these steps, on rank 0.
     """
@@ -57,7 +57,7 @@ class RecordedRun:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is damaged in the record, and which steps were made twice with other bits, in words."""
+        """Damage of the record, and steps that were made twice with different bits, as text."""
         damage = [
             f"{log.path.name} is damaged: {log.damage}; its intact part is used" for log in self.logs if log.damage
         ]
@@ -70,9 +70,9 @@ class RecordedRun:
 
     @property
     def contradictions(self) -> tuple[str, ...]:
-        """Where a checkpoint shows that a log was changed or cut, in words."""
+        """Contradictions between checkpoints and logs, which show that a log was changed or cut, as text."""
         found = [f"{log.path.name}: {problem}" for log in self.logs for problem in log.contradictions]
-        return (*found, *contradicting_checkpoints(self.folder)[:1])  # later checkpoints say the same
+        return (*found, *contradicting_checkpoints(self.folder)[:1])  # later checkpoints have the same contradiction
 
     def start_of(self, leg: Leg, first: int) -> CheckpointInfo | None:
         """The newest checkpoint from which the steps of `leg` from `first` on can be replayed; None for the start.
@@ -88,13 +88,13 @@ class RecordedRun:
         later = next((step for step in self.steps_of_checkpoints if leg.base <= step < leg.span.last), None)
         instead = "" if later is None else f" Write --from {later + 1}, or from_step={later + 1}, for a later one."
         raise ConfigurationError(
-            f"step {first} of {self.folder} cannot be replayed: there, the run went on from step {leg.base} with other "
-            f"processes or arguments, or from another run, and no checkpoint of step {leg.base} to {first - 1} is "
-            f"left.{instead}"
+            f"step {first} of {self.folder} cannot be replayed: there, the run was resumed from step {leg.base} with "
+            f"other processes or arguments, or from another run, and no checkpoint of step {leg.base} to {first - 1} "
+            f"is left.{instead}"
         )
 
     def intact_start(self, leg: Leg, first: int) -> tuple[CheckpointInfo | None, tuple[str, ...]]:
-        """As `start_of`, without damaged checkpoints; and what is wrong with those that are newer."""
+        """`start_of` without damaged checkpoints, and the damage of newer ones."""
         run, damaged = self, list[str]()
         while (info := run.start_of(leg, first)) is not None:
             try:
@@ -138,10 +138,10 @@ def has_steps(folder: Path) -> bool:
 
 
 def read_run(folder: Path, args: TrainerArguments | None = None) -> RecordedRun:
-    """Read the records of the run in `folder`; nothing is written there.
+    """Read the records of the run in `folder`, without writing there.
 
     Raises:
-        ConfigurationError: it has no steps recorded.
+        ConfigurationError: it has no recorded steps.
     """
     logs = tuple(read_step_log(folder, rank) for rank in ranks_of(folder))
     steps = _common_steps(logs)
@@ -190,7 +190,7 @@ def _is_alike(one: Start, other: Start) -> bool:
 
 
 def recorded_arguments(start: Start) -> dict[str, str]:
-    """The recorded arguments that decide about the bits of a step."""
+    """The recorded arguments that may affect the bits of a step."""
     arguments = start.description.get("arguments", {})
     return {name: text for name, text in arguments.items() if decides(name)}
 

@@ -1,4 +1,4 @@
-"""`replay(make_module, run)` makes recorded steps again and compares their bits."""
+"""`replay(make_module, run)` repeats recorded steps and compares their bits."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ def replay(
     timeout_s: float = DAY_S,
     quiet: bool = False,
 ) -> ReplayReport:
-    """Make recorded steps of a run again in new processes, in a temporary folder, and compare every recorded bit.
+    """Repeat recorded steps of a run in new processes, in a temporary folder, and compare every recorded bit.
 
-    The replay begins with the newest checkpoint before `from_step`, or with a fresh module. The folder of the run is
-    only read. Steps between that checkpoint and `from_step` are compared too.
+    The replay begins with the newest checkpoint before `from_step`, or with a new module. The folder of the run is only
+    read. Steps between that checkpoint and `from_step` are compared too.
 
     Args:
-        make_module: makes the module; a function at the top of a module or a script, or the module's class. A
-            function may also return the module and a list of callbacks. Before it is called, the processes call
+        make_module: makes the module; a function at the top of a module or a script, or the module's class. A function
+            may
+            also return the module and a list of callbacks. Before calling it, the processes call
             `seed_everything(args.seed)`.
         run: the folder of the run.
-        args: of the run; by default those in its `config.yaml`. `output_dir`, `resume`, writers and where to save or
-            load from are set here.
+        args: of the run; by default those in its `config.yaml`. `output_dir`, `resume`, writers and the folders for
+            saving
+            and loading are replaced.
         from_step: the first global step to compare, counted from 1; by default the first that can be replayed.
-        to_step: the last one; by default the last that is recorded.
-        nproc: processes of the replay, by default as many as the run had. With another number, the global loss and the
+        to_step: the last one; by default the last recorded one.
+        nproc: processes of the replay, by default the number of the run. With another number, the global loss and the
             gradient norm are compared to `tolerance`.
-        workers: the most worker processes that a training loader may have; None for as many as the module asks for.
-        tolerance: the largest relative difference, where another number of processes replays.
+        workers: the largest number of worker processes of a training loader; None for the module's number.
+        tolerance: the largest relative difference if another number of processes replays.
         timeout_s: seconds for the replay.
         quiet: print nothing.
 
     Returns:
-        What was found; `report.same` is the verdict.
+        The report. `report.same` is True if everything agrees.
 
     Raises:
         ConfigurationError: the run has no records, is private, or the steps cannot be replayed.
-        LaunchError: the processes failed by themselves, before a step differed.
+        LaunchError: the processes failed before a step differed.
     """
     check_not_in_worker("replay()")
     pickle_call(make_module, (), "replay")
@@ -64,7 +66,7 @@ def replay(
 
 
 def say_line(line: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush the output."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -15,7 +15,7 @@ QUANTITIES = (
     "optimizer",
     "other state",
 )
-"""What a step can differ in, in the order in which a step computes them; the first that differs is reported."""
+"""The quantities in which steps can differ, in the order of computation. The first one that differs is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,10 @@ class StepDifference:
         step: the global step, counted from 1.
         quantity: the first quantity of the step that differs: one of `QUANTITIES`, or "weights at the start".
         rank: the process on which it differs.
-        recorded, replayed: the values, in words.
-        parameter: the first parameter with other bits; None where nothing shows it.
-        shown_by: what shows the parameter: the details of the step, or a later checkpoint; or why none is named.
+        recorded, replayed: the values, as text.
+        parameter: the first parameter with other bits; None if it is unknown.
+        shown_by: the source of the parameter: the details of the step, or a later checkpoint; or the reason why it is
+            unknown.
     """
 
     step: int
@@ -41,29 +42,29 @@ class StepDifference:
 
     def __str__(self) -> str:
         first = f"step {self.step}, {self.quantity}, rank {self.rank}: {self.recorded} was recorded, {self.replayed} "
-        lines = [f"{first}is what the replay gives", *([self.shown_by] if self.shown_by else [])]
+        lines = [f"{first}is the result of the replay", *([self.shown_by] if self.shown_by else [])]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayReport:
-    """What `replay` found.
+    """The result of `replay`.
 
     Attributes:
         run: the folder of the run.
         backend: the backend string.
         nproc: processes of the replay.
-        first_step, last_step: the steps that were asked for and compared; up to the first difference they agree.
-        began_from: the checkpoint that the replay began from; None for the start of the run.
+        first_step, last_step: the requested and compared steps; up to the first difference they agree.
+        began_from: the checkpoint from which the replay began; None for the start of the run.
         mode: of the record, "steps" or "full".
-        details: how many steps had digests of batches and random states to compare.
-        checkpoints: the steps whose checkpoints were compared in full.
+        details: the number of steps with digests of batches and random states to compare.
+        checkpoints: the steps whose checkpoints were compared completely.
         tolerance: relative, if another number of processes replayed; None if bits were compared.
         largest_error: the largest relative difference of a loss or norm that was compared to a tolerance.
         first_difference: None if there is none.
-        damaged: stored checkpoints that are damaged, or are not those that the step log names, in words.
-        notes: what else the reader has to know: differences of environment, arguments and code, damage of the record.
-        seconds: what the replay took.
+        damaged: stored checkpoints that are damaged, or are not those that the step log names, as text.
+        notes: differences of environment, arguments and code, and damage of the record.
+        seconds: the duration of the replay.
     """
 
     run: str
@@ -92,7 +93,7 @@ class ReplayReport:
 
     @property
     def verdict(self) -> str:
-        """In a few lines, whether the bits are the same, and if not, where they differ."""
+        """Whether the bits are the same, and if not, where they differ, in a few lines."""
         span = f"steps {self.first_step} to {self.last_step}"
         found = self.first_difference
         if found is not None:
@@ -123,5 +124,5 @@ class ReplayReport:
         return f" ({'; '.join(parts)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with `same`."""
+        """The report as plain values, with `same`."""
         return {"same": self.same, **asdict(self)}

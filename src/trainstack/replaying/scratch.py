@@ -1,4 +1,4 @@
-"""One replay in a scratch folder: which arguments it has, and the processes that train."""
+"""One replay in a temporary folder: its arguments, and the processes that train."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ FREE_ARGUMENTS = frozenset(
         "writers",
     }
 )
-"""Arguments that a replay sets itself, or that change no bit of a step."""
+"""Arguments that a replay replaces, or that change no bit of a step."""
 
 
 def decides(name: str) -> bool:
-    """Whether the argument of this flat name, such as "writers[0]", may decide about the bits of a step."""
+    """Whether the argument with this flat name, such as "writers[0]", may affect the bits of a step."""
     return re.split(r"[.\[]", name, maxsplit=1)[0] not in FREE_ARGUMENTS
 
 
@@ -59,7 +59,7 @@ def scratch_arguments(
 ) -> TrainerArguments:
     """The arguments of a replay of a run with `args`, which begins with the checkpoint `begin` and writes to `folder`.
 
-    The schedule of checkpoints is the run's, since a save reads the losses of the steps before it.
+    The schedule of checkpoints is that of the run, because a save reads the losses of the steps before it.
     """
     saving = {"async_save": False, "sharded": False, "keep_last": None, "keep_best": 1}
     return arguments_in(
@@ -67,7 +67,7 @@ def scratch_arguments(
         args,
         saving,
         resume=False if begin is None else str(begin.path.absolute()),
-        writers=() if args.checkpointer_args.checkpoint else ("jsonl",),  # a run that writes nothing records no steps
+        writers=() if args.checkpointer_args.checkpoint else ("jsonl",),  # without any file, no steps are recorded
         report=False,
         max_time=None,
         save_on_exception=False,
@@ -79,12 +79,12 @@ def scratch_arguments(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How replays are made.
+    """The common settings of replays.
 
     Attributes:
         make_module: makes the module, or a module and its callbacks; a new process imports it.
         args: of the run.
-        nproc: processes that replay together; None for one that stands alone.
+        nproc: processes that replay together; None for a single one.
         surroundings: of each process.
         context: of `multiprocessing`.
         timeout_s: seconds for each replay.
@@ -100,9 +100,9 @@ class Engine:
     def run(
         self, place: Path, begin: CheckpointInfo | None, until: Until, mode: str, begun: Callable[[], bool]
     ) -> LaunchError | None:
-        """Replay into the folder `place`; returns the error of a process that failed, whose steps may be compared.
+        """Replay into the folder `place`. Returns the error of a failed process, whose steps may still be compared.
 
-        `begun` is called again and again while the processes train, until it returns True.
+        `begun` is called repeatedly while the processes train, until it returns True.
         """
         args = scratch_arguments(self.args, place / "run", begin, mode)
         call = pickle_call(self.make_module, (args,), "replay")

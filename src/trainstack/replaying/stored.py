@@ -1,4 +1,4 @@
-"""Checkpoints of the run: whether they are intact, and whether a replay writes the same ones."""
+"""Comparison of the checkpoints of a run with those of its replay, after checking that they are intact."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from trainstack.verifying.comparison import checkpoints_of
 
 @dataclass(slots=True, kw_only=True)
 class StoredStates:
-    """What a comparison of checkpoints has found.
+    """The result of a comparison of checkpoints.
 
     Attributes:
         same: the steps whose checkpoints have the same bits.
-        first: the first step whose checkpoints differ, with the first parameter that differs, else the first place;
-            None if none do.
-        damaged: what is wrong with stored checkpoints, in words.
+        first: the first step whose checkpoints differ, with the first parameter that differs, or else the first place;
+            None
+            if none do.
+        damaged: the damage of stored checkpoints, as text.
     """
 
     same: list[int] = field(default_factory=list)
@@ -34,9 +35,9 @@ class StoredStates:
 
 
 def contradiction(info: CheckpointInfo, notes: Iterable[CheckpointNote]) -> str | None:
-    """Why a stored checkpoint is not the one that the step log names, in words; None if it may be.
+    """The reason why a stored checkpoint is not the one that the step log names, as text; None if it may be.
 
-    Only the manifest is hashed, which has the hashes of all files.
+    Only the manifest is hashed, because it contains the hashes of all files.
     """
     known = {note.manifest for note in notes if note.step == info.global_step and note.name == info.name}
     known.discard(None)
@@ -48,7 +49,7 @@ def contradiction(info: CheckpointInfo, notes: Iterable[CheckpointNote]) -> str 
 def compare_checkpoints(
     stored: Sequence[CheckpointInfo], scratch: Path, notes: Sequence[CheckpointNote]
 ) -> StoredStates:
-    """Compare the checkpoints that a replay in `scratch` has written with those of the run, by rising step."""
+    """Compare the checkpoints of a replay in `scratch` with those of the run, in the order of steps."""
     found = StoredStates()
     made = {info.global_step: info for info in checkpoints_of(scratch)} if (scratch / "checkpoints").is_dir() else {}
     for info in stored:
@@ -71,7 +72,7 @@ def compare_checkpoints(
 
 
 def first_of(rows: Sequence[Difference]) -> Difference:
-    """The first parameter among differing places, else the first tensor, else the first place."""
+    """The first parameter among differing places, or else the first tensor, or else the first place."""
     for choice in (_is_parameter, lambda row: row.elements is not None):
         chosen = next((row for row in rows if choice(row)), None)
         if chosen is not None:
@@ -84,7 +85,7 @@ def _is_parameter(row: Difference) -> bool:
 
 
 def quantity_of(row: Difference) -> str:
-    """What of a step a differing place of its checkpoint belongs to."""
+    """The quantity of a step to which a differing place of its checkpoint belongs."""
     if "rng_state" in row.where.partition(".")[0]:
         return "random state"
     return "optimizer" if row.where.startswith(("module_interface_state", "trainer_state")) else "other state"

@@ -1,4 +1,4 @@
-"""`ReplayTask`: which steps of a run are replayed, from where, and by which processes."""
+"""`ReplayTask`: the steps of a run to replay, their start, and the processes for them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trainstack.trainer import TrainerArguments
 from trainstack.verifying.trial import Surroundings
 from trainstack.verifying.until import Until
 
-DAY_S = 86_400.0
-TOLERANCE = 1e-4
+DAY_S = 86_400.0  # the default timeout; most replays are much shorter
+TOLERANCE = 1e-4  # relative; another order of float32 sums differs by less in a few steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayTask:
-    """A run to replay, and how.
+    """A run to replay, with the settings of the replay.
 
     Attributes:
-        make_module, nproc, workers, tolerance, timeout_s: as `replay` takes them.
+        make_module, nproc, workers, tolerance, timeout_s: see `replay`.
         args: of the newest session.
-        given: whether the caller gave them.
+        given: whether the caller passed them.
         recorded: the run.
         context: of `multiprocessing`.
     """
@@ -64,7 +64,7 @@ class ReplayTask:
         """Read the run.
 
         Raises:
-            ConfigurationError: it cannot be replayed so.
+            ConfigurationError: it cannot be replayed with these settings.
         """
         _check_numbers(nproc=nproc, tolerance=tolerance, timeout_s=timeout_s)
         check_is_run(folder)
@@ -94,7 +94,7 @@ class ReplayTask:
             if step is not None and not (isinstance(step, int) and whole.first <= step <= whole.last):
                 raise ConfigurationError(
                     f"--{name} {step}: {self.recorded.folder} has steps {whole.first} to {whole.last} recorded. Write "
-                    "a step of these."
+                    "one of these steps."
                 )
         chosen = Span(first=whole.first if first is None else first, last=whole.last if last is None else last)
         if chosen.first > chosen.last:
@@ -136,7 +136,7 @@ class ReplayTask:
     def replay_leg(
         self, leg: Leg, span: Span, place: Path, say: Callable[[str], None], mode: str | None = None
     ) -> ReplayReport:
-        """Replay the steps `span` of `leg`; the replay leaves its step log and its checkpoints in `place / "run"`.
+        """Replay the steps `span` of `leg`. The replay writes its step log and its checkpoints to `place / "run"`.
 
         `mode` is that of its record; by default that of the run, or "steps" for another number of processes.
         """
@@ -192,14 +192,14 @@ class ReplayTask:
 
 
 class _Notes:
-    """Says in what a replay differs from the recorded session, as soon as it has begun."""
+    """Reports the differences between a replay and the recorded session, as soon as it has begun."""
 
     def __init__(self, leg: Leg, place: Path, say: Callable[[str], None]) -> None:
         self._leg, self._place, self._say = leg, place, say
         self.found: list[str] | None = None
 
     def look(self) -> bool:
-        """Whether the replay has begun, and its differences are said."""
+        """Whether the replay has begun. If so, its differences are reported."""
         logs = read_logs(self._place, 1)
         if logs and logs[0].segments:
             self.found = describe_differences(self._leg, logs[0].segments[0])
@@ -209,7 +209,7 @@ class _Notes:
 
 
 def _joined(one: ReplayReport, other: ReplayReport) -> ReplayReport:
-    """The report on two legs, the second of which follows the first."""
+    """The report on two legs, of which the second follows the first."""
     return dataclasses.replace(
         other,
         first_step=one.first_step,
@@ -231,7 +231,7 @@ def _refuse_private(recorded: RecordedRun, args: TrainerArguments) -> None:
     if private and (settings is None or settings.debug_seed is None):
         raise ConfigurationError(
             f"{recorded.folder} is a private run ({backend!r}): its batches and its noise come from secret random "
-            "numbers that are never stored, so no step can be made again. Only a run with debug_seed, which is NOT "
+            "numbers that are never stored, so no step can be repeated. Only a run with debug_seed, which is NOT "
             "PRIVATE, can be replayed."
         )
 

@@ -1,4 +1,4 @@
-"""`TrainstackClassifier` and `TrainstackRegressor` train a network behind the interface of scikit-learn."""
+"""`TrainstackClassifier` and `TrainstackRegressor` train a network with the interface of scikit-learn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("trainstack.sklearn", "scikit-learn", "sklearn") from error
 
-_HIDDEN = 64
+_HIDDEN = 64  # units of the default network
 _ROWS = 256
 """Rows of each forward pass of a prediction, so that the result of a row does not depend on the others."""
 
@@ -102,14 +102,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn carries n
 
 
 def _check_outputs(network: nn.Module, rows: torch.Tensor, outputs: int) -> None:
-    """Refuse a network whose outputs would be broadcast against the targets, or have other columns than they."""
+    """Refuse outputs that would be broadcast against the targets, or that have another number of columns."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         made = copy.deepcopy(network).eval()(rows)
     wanted = (len(rows), outputs)
     if not isinstance(made, torch.Tensor) or made.shape != wanted:
         given = f"shape {tuple(made.shape)}" if isinstance(made, torch.Tensor) else f"type {type(made).__name__}"
         raise ConfigurationError(
-            f"the model maps {len(rows)} rows to outputs of {given}, and {wanted} is needed. Let its last layer have "
+            f"the model maps {len(rows)} rows to outputs of {given}, but {wanted} is needed. Let its last layer have "
             f"{outputs} outputs, and return a tensor of two dimensions."
         )
 
@@ -141,13 +141,13 @@ class TrainstackClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         """Train on `X`, `(rows, features)`, and the labels `y`, `(rows,)`.
 
         Raises:
-            ValueError: the data is no such array, has nan or inf, or `y` has less than two classes.
+            ValueError: the data does not have these shapes, has nan or inf, or `y` has less than two classes.
         """
         X, y = validate_data(self, X, y, dtype=np.float32)
         check_classification_targets(y)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError("y has one class; give the rows of at least two classes.")
+            raise ValueError("y has one class; pass the rows of at least two classes.")
         self._fit(X, torch.as_tensor(numbers), len(self.classes_), nn.CrossEntropyLoss())
         return self
 
@@ -190,21 +190,21 @@ class TrainstackRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         """Train on `X`, `(rows, features)`, and `y`, `(rows,)` or `(rows, targets)`.
 
         Raises:
-            ValueError: the data is no such array, or has nan or inf.
+            ValueError: the data does not have these shapes, or has nan or inf.
         """
         X, y = validate_data(self, X, y, dtype=np.float32, multi_output=True, y_numeric=True)
         y = np.asarray(y, dtype=np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
             self.mean_, self.scale_ = y.mean(0), y.std(0)
         if not np.all(np.isfinite(self.scale_)):
-            raise ValueError("the variance of y is beyond float64. Give y in a larger unit.")
+            raise ValueError("the variance of y is beyond float64. Scale y to a larger unit.")
         self.scale_ = np.where(self.scale_ > 0, self.scale_, 1.0)
         scaled = torch.as_tensor((y - self.mean_) / self.scale_, dtype=torch.float32).reshape(len(y), -1)
         self._fit(X, scaled, scaled.shape[1], nn.MSELoss())
         return self
 
     def predict(self, X: Any) -> Any:
-        """The targets of the rows of `X`, float64, of the shape that they had in `fit`."""
+        """The targets of the rows of `X`, float64, with the shape of the targets in `fit`."""
         outputs = self._outputs(X).numpy()
         return outputs.reshape(len(outputs), *np.shape(self.mean_)) * self.scale_ + self.mean_
 

@@ -1,4 +1,4 @@
-"""The step log of a run: what was recorded of each global step, on each rank."""
+"""The step log of a run: digests and values of each global step, on each rank."""
 
 from trainstack.step_log.checkpoint_heads import contradicting_checkpoints
 from trainstack.step_log.format import ABSENT, ENTRY, CheckpointNote, Details, End, Flag, Start

@@ -1,4 +1,4 @@
-"""The blocks of a step log, each compared with its chain."""
+"""The blocks of a step log. Each is compared with its chain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = frozenset(map(int, Kind))
 
 
 class Block(NamedTuple):
-    """A block whose chain is right.
+    """A block with a valid chain.
 
     Attributes:
         kind: of the payload.
@@ -39,10 +39,10 @@ def read_blocks(path: Path, report: Callable[[str], None] = lambda problem: None
 
     Args:
         path: of the log.
-        report: is told in words why the log ends before the end of the file, if it does.
+        report: called with the reason if the intact part ends before the file does.
 
     Raises:
-        OSError: the file cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open_for_reading(path) as file:
         size, chain, place = os.fstat(file.fileno()).st_size, first_chain(), len(MAGIC)

@@ -1,4 +1,4 @@
-"""Whether the step logs of a run have the blocks that its checkpoints say they had."""
+"""Comparison of the step logs of a run with the heads that its checkpoints have recorded."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trainstack.step_log.format import FOLDER
 from trainstack.step_log.reading import read_step_log
 
 KEY = FOLDER
-"""The key in a checkpoint's metadata of the heads of the step logs: for each rank the chain, in hexadecimal digits,
-after the last block before the checkpoint was taken; None for a rank without a log."""
+"""The key of the heads of the step logs in a checkpoint's metadata: for each rank the chain, in hexadecimal digits,
+after the last block before the checkpoint; None for a rank without a log."""
 
 
 def heads_in(metadata: Any) -> list[str | None]:
-    """The heads of the step logs by rank in the metadata of a checkpoint; none where it has no such entry."""
+    """The heads of the step logs by rank in the metadata of a checkpoint; empty without this entry."""
     heads = metadata.get(KEY) if isinstance(metadata, dict) else None
     return [head if isinstance(head, str) else None for head in heads] if isinstance(heads, list) else []
 
 
 def contradicting_checkpoints(run: Path, checkpoints: Path | None = None) -> list[str]:
-    """Where the step logs of a run lack blocks that were there when a checkpoint was taken, in words.
+    """The checkpoints that have recorded blocks which the step logs of a run lack, as sentences.
 
-    A log whose tail was cut, or that was written anew, contradicts the checkpoints of the run in this way.
+    A log that was truncated or written again contradicts the checkpoints of the run in this way.
 
     Args:
         run: the folder of the run.

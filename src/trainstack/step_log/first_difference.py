@@ -1,4 +1,4 @@
-"""`first_difference`: the first global step at which two step logs of one rank differ, and in which quantity."""
+"""`first_difference`: the first global step at which two step logs of one rank differ, and the quantity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainstack.step_log.format import Details, Flag
 from trainstack.step_log.reading import Entries, StepLog
 
 IN_STEP = ("data", "random state", "forward", "backward", "learning rate", "skipped step", "optimizer")
-"""The quantities of a step, in the order in which a step makes them."""
+"""The quantities of a step, in the order of their computation."""
 
 _OF_FIELD = {
     "epoch": "data",
@@ -32,9 +32,9 @@ class FirstDifference:
     Attributes:
         step: the global step.
         quantity: the first of `IN_STEP` that differs in it.
-        values: what both have there, as texts; digests in hexadecimal digits.
-        parameters: the names of those whose gradient, weight or optimizer state differs, where these are recorded.
-        same_until: the last step before it of which all that both recorded is the same; 0 if there is none.
+        values: the values of both logs, as texts; digests in hexadecimal digits.
+        parameters: the names of those whose gradient, weight or optimizer state differs, if these are recorded.
+        same_until: the last step before it in which all common records are equal; 0 if there is none.
         has_details: whether both have details of the step: digests of its batch and of random states.
     """
 
@@ -47,17 +47,17 @@ class FirstDifference:
 
 
 def common_steps(one: StepLog, other: StepLog) -> int:
-    """How many global steps both have recorded."""
+    """The number of global steps that both have recorded."""
     return len(_aligned(one.entries, other.entries)[0])
 
 
 def first_difference(one: StepLog, other: StepLog, *, shares: bool = True) -> FirstDifference | None:
-    """The first difference of two logs; None if all that both recorded is the same.
+    """The first difference of two logs; None if all common records are equal.
 
     Args:
         one: a log.
         other: of the same rank of another run, or of another number of ranks.
-        shares: whether the ranks have the same samples in both, so that the losses and digests of samples compare.
+        shares: whether the ranks have the same samples in both, so that losses and digests of samples are compared.
     """
     mine, theirs = _aligned(one.entries, other.entries)
     fields = dict(_OF_FIELD) if shares else {"norm": "backward", "rates": "learning rate", "flags": "skipped step"}
@@ -94,19 +94,19 @@ def first_difference(one: StepLog, other: StepLog, *, shares: bool = True) -> Fi
 def _aligned(one: Entries, other: Entries) -> tuple[Entries, Entries]:
     """The entries of the steps that both have."""
     count = min(len(one), len(other))
-    if np.array_equal(one["step"][:count], other["step"][:count]):  # two runs from the start, as nearly always
+    if np.array_equal(one["step"][:count], other["step"][:count]):  # the usual case of two runs from the start
         return one[:count], other[:count]
     _, mine, theirs = np.intersect1d(one["step"], other["step"], assume_unique=True, return_indices=True)
     return one[mine], other[theirs]
 
 
 def _first_entries(mine: Entries, theirs: Entries, fields: Mapping[str, str]) -> dict[str, int]:
-    """The first step of each field that differs somewhere."""
+    """The first step at which each field differs, for fields that differ."""
     found = dict[str, int]()
     both, hidden = mine["flags"] & theirs["flags"], (mine["flags"] | theirs["flags"]) & np.uint32(Flag.HIDDEN)
     for name in fields:
         differs = _bits(mine, name) != _bits(theirs, name)
-        if name in _NEEDS:  # one may have it alone
+        if name in _NEEDS:  # only one of them may have recorded it
             differs &= (both & np.uint32(_NEEDS[name])) != 0
         if name == "loss":
             differs &= hidden == 0
@@ -139,7 +139,7 @@ def _texts(mine: Entries, theirs: Entries, name: str, step: int) -> tuple[str, s
 
 
 def _exactly(value: float) -> str:
-    """`value` for people, and its bits."""
+    """`value` as decimal text, and its bits."""
     return f"{value!r} ({value.hex()})"
 
 
@@ -150,12 +150,12 @@ _Unlike = Mapping[str, tuple[tuple[str, str], bool | None]]
 
 
 def unlike_generators(one: StepLog, other: StepLog, known: Sequence[int]) -> _Unlike:
-    """The random generators that began with other states: both digests, and whether one of the runs drew from it.
+    """The random generators with different initial states: both digests, and whether one of the runs drew from it.
 
-    None says that this is not known, since both have details of one step alone.
+    None means that this is unknown, because both have details of only one step.
 
-    A generator that nobody seeds begins anew in each process. Where nobody draws from it, that changes no number; where
-    somebody does, the numbers tell.
+    An unseeded generator begins with another state in each process. If no code draws from it, this has no effect;
+    otherwise the values of the steps show it.
     """
     if not known:
         return {}
@@ -172,7 +172,9 @@ def unlike_generators(one: StepLog, other: StepLog, known: Sequence[int]) -> _Un
 
 
 def _first_details(one: StepLog, other: StepLog, known: Sequence[int], last: int | None, unlike: _Unlike) -> int | None:
-    """The first step up to `last` whose details differ; by bisection, since what has parted stays apart."""
+    """The first step up to `last` whose details differ, by bisection: runs that have diverged do not become equal
+    again.
+    """
     steps = [step for step in known if last is None or step <= last]
     if not steps or not _differ(one, other, steps[-1], unlike):
         return None
@@ -213,7 +215,7 @@ def _in_details(one: Details | None, other: Details | None, unlike: _Unlike) -> 
 
 
 def differing_parameters(one: Details | None, other: Details | None) -> tuple[str, ...]:
-    """The parameters of which a digest differs, in the order of the module."""
+    """The parameters with a different digest, in the order of the module."""
     if one is None or other is None or list(one.parameters) != list(other.parameters):
         return ()
     differs = np.zeros(len(one.parameters), bool)

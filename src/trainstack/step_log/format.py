@@ -1,7 +1,7 @@
 """The format of a step log: entries, details and descriptions in blocks, each chained to all blocks before it.
 
 A file is `MAGIC` and blocks. A block is a kind (1 byte), the length of its payload (u32), the payload, and a chain of
-16 bytes: BLAKE2b of the chain before, the kind, the length and the payload. All numbers are little-endian.
+16 bytes: BLAKE2b of the previous chain, the kind, the length and the payload. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 FOLDER = "step_log"
-"""In the folder of a run."""
+"""The name of the folder of logs, in the folder of a run."""
 MAGIC = b"TSSTEPS1"
 CHAIN_BYTES = 16
 HEAD = struct.Struct("<BI")
 """Kind and length of a block."""
 MAX_PAYLOAD = 256 << 20
-"""The longest payload that is read. A default log has some kilobytes; details of 10 million parameters have 240 MB."""
+"""The largest payload to read. A default log has some kilobytes; details of 10 million parameters have 240 MB."""
 
 
 class Kind(IntEnum):
-    """What the payload of a block is."""
+    """The content of the payload of a block."""
 
     START = 1
     STEPS = 2
@@ -38,13 +38,13 @@ class Kind(IntEnum):
 
 
 class Flag(IntFlag):
-    """What is true of the entry of a step.
+    """Properties of the entry of a step.
 
     Attributes:
         SKIPPED: the step moved no weights.
         NORM: `norm` is the joint L2 norm of the gradients before clipping; without it, none was computed.
         SAMPLES: `samples` is a digest; without it, the indices of the samples are not known.
-        HIDDEN: the loss is not recorded, since the run is private.
+        HIDDEN: the loss is not recorded, because the run is private.
     """
 
     SKIPPED = 1
@@ -68,7 +68,7 @@ ENTRY = np.dtype(
 the loss; the norm of the gradients; digests of the indices of its samples and of the learning rates."""
 
 ABSENT = (1 << 64) - 1
-"""In place of the digest of a tensor that is not there, such as a gradient that is None."""
+"""Replaces the digest of a missing tensor, such as a gradient that is None."""
 
 _DETAILS = struct.Struct("<QBBIQ")
 _BATCH, _TENSORS = 1, 2
@@ -93,12 +93,12 @@ class Details:
 
     Attributes:
         step: the global step.
-        batch: of the micro-batches of this rank after collation, before the forward pass; None where it is not known.
-        generators: of the states of the random generators when the step began, by `Start.generators`.
+        batch: of the micro-batches of this rank after collation, before the forward pass; None if it is unknown.
+        generators: of the states of the random generators at the beginning of the step, by `Start.generators`.
         parameters: the names of the parameters of the next three, in their order.
         gradients: of each parameter's gradient after clipping, `ABSENT` for none; uint64. Empty without record="full".
         weights: of each parameter after the step.
-        optimizer_states: of the state that the optimizers have for each parameter after the step.
+        optimizer_states: of the state of the optimizers for each parameter after the step.
     """
 
     step: int
@@ -121,11 +121,12 @@ def pack_details(
 
     Args:
         step: the global step.
-        batch: the digest of the batch; None where it is not known.
+        batch: the digest of the batch; None if it is unknown.
         generators: digests in the order of `Start.generators`.
-        tensors: nothing, or digests of gradients, weights and optimizer states, each in the order of the names.
-        names: the table of names that the tensors belong to, counted from 0 in the segment: that of `Start.parameters`,
-            then those of the blocks of names.
+        tensors: empty, or digests of gradients, weights and optimizer states, each in the order of the names.
+        names: the table of names of the tensors, counted from 0 in the segment: that of `Start.parameters`, then those
+            of
+            the blocks of names.
     """
     flags = (0 if batch is None else _BATCH) | (_TENSORS if tensors else 0)
     head = _DETAILS.pack(step, flags, len(generators), names, batch or 0)
@@ -136,7 +137,7 @@ def step_of_details(payload: bytes) -> int:
     """The global step of a details block.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the payload is not that of a details block.
     """
     if len(payload) < _DETAILS.size or (len(payload) - _DETAILS.size) % 8:
         raise ValueError("the details of a step have a wrong length")
@@ -147,7 +148,7 @@ def unpack_details(payload: bytes, generators: Sequence[str], tables: Sequence[S
     """The details in a payload, with the names of the random generators and the tables of names of its segment.
 
     Raises:
-        ValueError: they do not fit the names.
+        ValueError: they do not match the names.
     """
     step_of_details(payload)
     step, flags, count, table, batch = _DETAILS.unpack_from(payload)
@@ -169,22 +170,22 @@ def unpack_details(payload: bytes, generators: Sequence[str], tables: Sequence[S
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The beginning of a segment: a call of `train()`, fresh or resumed.
+    """The beginning of a segment: a call of `train()`, new or resumed.
 
     Attributes:
         number: of the segment in the run, from 0; the same on all ranks.
         run_id: of the run, as in its checkpoints.
         rank, world_size: of the process that writes the log.
         backend: the backend string.
-        resumed_step: the global step after which the segment begins; 0 for a fresh run.
+        resumed_step: the global step after which the segment begins; 0 for a new run.
         mode: "steps" or "full".
         parameters: the names of the module's parameters.
         generators: the names of the random generators whose states are digested.
         description: facts of the start as texts, by group and name: "arguments", "environment", "code", "data" and
-            "weights". Of a private run there are no facts of its records.
-        resumed_head: the chain that the checkpoint has of this log, in hexadecimal digits, if a checkpoint was resumed
-            that has one.
-        cut: why bytes behind the intact part of the log were put aside when the segment began; None if none were.
+            "weights". For a private run it contains no facts about its records.
+        resumed_head: the chain of this log in the resumed checkpoint, in hexadecimal digits, if it has one.
+        cut: the reason why bytes after the intact part of the log were moved to another file at the beginning of the
+            segment; None if none were.
     """
 
     number: int
@@ -208,9 +209,9 @@ class CheckpointNote:
     Attributes:
         step: the global step after which it was taken.
         name: of its folder.
-        root: the hash over all its tensors, as in its manifest; None where the checkpointer keeps none.
+        root: the hash over all its tensors, as in its manifest; None if the checkpointer keeps none.
         manifest: the hash of the bytes of its manifest; None without one.
-        head: the chain that it has of this log, in hexadecimal digits.
+        head: the chain of this log in the checkpoint, in hexadecimal digits.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""`read_step_log` reads the step log of a rank: the steps that led to the newest state, and what does not fit."""
+"""`read_step_log` reads the step log of a rank: the steps that led to the newest state, and contradictions."""
 
 from __future__ import annotations
 
@@ -50,16 +50,18 @@ class StepLog:
     Attributes:
         path: of its file.
         rank: of the process that wrote it.
-        entries: an array of `ENTRY`, by rising step: the steps that led to the newest state. Steps that a resumed run
-            has made again are there as they were made last.
+        entries: an array of `ENTRY`, by rising step: the steps that led to the newest state. For steps that a resumed
+            run
+            has repeated, it has the last entries.
         origins: for each entry, the position in `segments` of the one that made it; int64.
         segments: the calls of `train()`, in order.
         checkpoints: those that became safe; in the log of rank 0.
-        ends: how segments have ended; those that were killed have no end.
-        damage: in words, why only a part of the file was used; None if all of it is intact.
-        contradictions: in words, where the log lacks what a checkpoint says of it.
-        repeated: steps that were made twice by the same number of ranks and gave different bits, with the names of the
-            fields of `ENTRY` that differ, by step.
+        ends: the ends of segments; killed ones have none.
+        damage: the reason why only a part of the file was used, as text; None if all of it is intact.
+        contradictions: sentences about blocks that a checkpoint has recorded and that the log lacks.
+        repeated: steps that the same number of ranks made twice with different bits, with the names of the different
+            fields
+            of `ENTRY`, by step.
         heads: the chains after each intact block, in hexadecimal digits, in order.
     """
 
@@ -84,11 +86,11 @@ class StepLog:
         return None if position is None else self.entries[position]
 
     def details(self, step: int) -> Details | None:
-        """The digests of global step `step`, as it was made last; None if none were recorded.
+        """The digests of global step `step` when it was made last; None if none were recorded.
 
         Raises:
-            OSError: the file cannot be read any more.
-            CheckpointDamagedError: they do not fit the names at the start of the segment.
+            OSError: the file can no longer be read.
+            CheckpointDamagedError: they do not match the names at the start of the segment.
         """
         position = self._position(step)
         segment = -1 if position is None else int(self.origins[position])
@@ -117,10 +119,10 @@ class StepLog:
 def read_step_log(run: Path, rank: int = 0) -> StepLog:
     """Read the step log of a rank in the folder `run`. Of a damaged file the intact part is used.
 
-    Where a later segment had fewer ranks, this one has no entries of steps that the others have made again since.
+    If a later segment had fewer ranks, the result has no entries of steps that the others have repeated since.
 
     Raises:
-        CheckpointNotFoundError: there is none.
+        CheckpointNotFoundError: there is no step log.
         CheckpointDamagedError: it cannot be read.
     """
     path = log_path(run, rank)
@@ -142,7 +144,7 @@ def read_step_log(run: Path, rank: int = 0) -> StepLog:
         contradictions=read.contradictions,
         repeated=repeated,
         heads=list(read.heads),
-        _steps=entries["step"].astype(np.int64),  # a column, or another type, would be copied by each search
+        _steps=entries["step"].astype(np.int64),  # contiguous and signed, because each search would copy it otherwise
         _tables=read.tables,
         _places=read.places,
     )
@@ -216,7 +218,7 @@ def _made(cls: type[Made], payload: bytes) -> Made:
 
 
 _Piece = tuple[int, Entries]
-"""The position of a segment, -1 for one of other ranks alone, and entries of it."""
+"""The position of a segment, -1 for one that only other ranks have, and entries of it."""
 
 
 def _effective(
@@ -245,7 +247,7 @@ def _effective(
 
 
 def _cut(pieces: list[_Piece], last: int) -> Iterator[_Piece]:
-    """Take the entries of steps after `last` out of `pieces`."""
+    """Remove the entries of steps after `last` from `pieces`, and return them."""
     removed = list[_Piece]()
     while pieces and (not len(pieces[-1][1]) or pieces[-1][1]["step"][-1] > last):
         position, entries = pieces.pop()
@@ -270,11 +272,11 @@ _NEEDS = {"norm": Flag.NORM, "samples": Flag.SAMPLES}
 
 
 def _differences(before: Entries, after: Entries) -> Iterator[tuple[int, str]]:
-    """The steps that both have with other bits, each with the name of a field."""
+    """The common steps with different bits, each with the name of a field."""
     steps, mine, theirs = np.intersect1d(before["step"], after["step"], assume_unique=True, return_indices=True)
     one, other = before[mine], after[theirs]
     for name, bits in _BITS.items():
         differs = bits(one) != bits(other)
-        if name in _NEEDS:  # a norm may have been measured in one of them alone
+        if name in _NEEDS:  # a norm may have been measured in only one of them
             differs &= (one["flags"] & other["flags"] & np.uint32(_NEEDS[name])) != 0
         yield from ((int(step), name) for step in steps[differs])

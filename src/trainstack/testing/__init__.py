@@ -1,4 +1,4 @@
-"""For tests of modules: one step alone, without a trainer."""
+"""Utilities for tests of modules: one step without a trainer."""
 
 from trainstack.trainer.run.single_step import StepResult, run_step
 

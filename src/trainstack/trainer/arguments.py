@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from trainstack._files import is_address
-from trainstack._keywords import SuggestsNames, check_known_fields
+from trainstack._keywords import SuggestsNames, check_known_fields, explain_frozen
 from trainstack.backends import Clipping, DifferentialPrivacyArguments, DistributedTrainingArguments, parse_spec
 from trainstack.backends.processes.world import DeviceChoice
 from trainstack.backends.spec import known_layers, registered_backend
@@ -28,6 +28,7 @@ from trainstack.trainer.argument_checks import (
     expanded_paths,
     resolve_backend,
 )
+from trainstack.trainer.argument_names import ALIASES
 from trainstack.trainer.core.intervals import Every, ValidateEvery
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
@@ -73,6 +74,7 @@ def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     )
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(metaclass=SuggestsNames):
     """Hyperparameters of a run. They are checked when made, and immutable.
@@ -98,6 +100,8 @@ class TrainerArguments(metaclass=SuggestsNames):
             global steps, a float in (0, 1] is a fraction of the run, a negative number counts epochs, 0 is never. Or
             `Every(...)`, also for a time. Or a function of the trainer that returns True if a validation is due; it is
             called after each step on the main process.
+        validate_at_start: whether to validate also before the first global step, and record the results at step 0. A
+            resumed run does not.
         sanity_val_steps: batches of each validation loader to run before training, as a test; -1 for all.
         overfit_batches: train and validate only on the samples of this number of global batches; -1 for all, 0 for off.
         fast_dev_run: number of steps to train as a test (True: one), with as many validation batches; writes nothing.
@@ -209,30 +213,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
     """
 
-    ALIASES: ClassVar = {
-        "accelerator": 'device="cpu" or "cuda"',
-        "accumulate_grad_batches": "gpu_batch_size_limit, the samples of a micro-batch",
-        "accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
-        "batch_size": "train_batch_size, the samples of a global step, and val_batch_size",
-        "bf16": 'backend="sp-bf16"',
-        "devices": "device, and start one process each with torchrun",
-        "eval_batch_size": "val_batch_size",
-        "fp16": 'backend="sp-amp"',
-        "gradient_accumulation_steps": "gpu_batch_size_limit, the samples of a micro-batch",
-        "gradient_clip_val": "max_grad_norm, or clip_grads=False",
-        "learning_rate": "it where the module makes its optimizer, in get_optimizers_schedulers",
-        "logging_steps": "log_every",
-        "lr": "it where the module makes its optimizer, in get_optimizers_schedulers",
-        "max_epochs": "epochs",
-        "num_epochs": "epochs",
-        "num_train_epochs": "epochs",
-        "per_device_eval_batch_size": "val_batch_size",
-        "precision": 'backend="sp-bf16" or "sp-amp"',
-        "resume_from_checkpoint": "resume",
-        "strategy": 'backend="ddp"',
-        "task": "the metrics by name, in the module or in Trainer(metrics=...); docs/recipes/ has modules for tasks",
-        "val_check_interval": "validate_every, where a float is a fraction of the whole run, not of an epoch",
-    }
+    ALIASES: ClassVar[dict[str, str]] = ALIASES
 
     epochs: int = 1
     max_steps: int | float | None = None
@@ -245,6 +226,7 @@ class TrainerArguments(metaclass=SuggestsNames):
     max_train_steps_per_epoch: int | float | None = None
     max_val_steps_per_epoch: int | float | None = None
     validate_every: ValidateEvery | None = None
+    validate_at_start: bool = False
     sanity_val_steps: int = 0
     overfit_batches: int = 0
     fast_dev_run: bool | int = False

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -19,7 +20,8 @@ from trainstack.checkpointing import AbstractCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
-from trainstack.trainer.events.event import Event
+from trainstack.trainer.events.event import Callback, Event
+from trainstack.trainer.misplaced import check_module, refuse_trainer_arguments
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
@@ -60,18 +62,23 @@ def check_parts(
     checkpointer: Any,
     train_step: Any,
     val_step: Any,
-) -> None:
-    """Check the parts of a trainer of the class `kind`; the error names the first invalid part."""
+    unknown: Mapping[str, Any],
+) -> TrainerArguments:
+    """Check the parts of a trainer of the class `kind`; return the arguments. The error names the first wrong part."""
+    if unknown:
+        refuse_trainer_arguments(kind, unknown)
+    args = TrainerArguments() if args is None else args
     _check_trainer_class(kind)
-    if isinstance(module, type) or not isinstance(module, ModuleInterface):
-        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
-        raise ConfigurationError(
-            f"Trainer(module=...) was given {what}. Write an instance of a class derived from ModuleInterface."
-        )
+    check_module(kind, module, args)
     if not isinstance(args, TrainerArguments):
         raise ConfigurationError(
             f"Trainer(args=...) was given a {type(args).__name__}. Write TrainerArguments(...), or "
             "TrainerArguments.from_dict(...)."
+        )
+    if isinstance(backend, list | tuple | Callback):
+        raise ConfigurationError(
+            f"Trainer(trainer_backend=...) was given a {type(backend).__name__} as its third argument. Write "
+            "callbacks=[...]."
         )
     if backend is not None and not isinstance(backend, str | TrainerBackend):
         raise ConfigurationError(
@@ -87,6 +94,7 @@ def check_parts(
     if checkpointer is not None:
         _check_checkpointer(checkpointer, args.resume)
     _check_given_steps({"train_step": train_step, "val_step": val_step})
+    return args
 
 
 def _check_given_steps(steps: Mapping[str, Any]) -> None:
@@ -232,10 +240,10 @@ def lacks_method(module: Any, name: str, val_step: Any = None) -> bool:
     return getattr(getattr(module, name), "__func__", None) is getattr(ModuleInterface, name)
 
 
-def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
-    """Check that methods accept the arguments of the trainer's calls, and warn about misspelt names of hooks.
+def check_signatures(module: Any, log: RunLogger, val_step: Any = None, stack: TrainerBackend | None = None) -> None:
+    """Check that methods accept the trainer's calls, and warn about misspelt hooks and a layer without effect.
 
-    `val_step` is as in `lacks_method`.
+    `val_step` is as in `lacks_method`. `stack` runs the module.
 
     Raises:
         ModuleContractError: a method does not; the message has the required signature.
@@ -255,11 +263,31 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None) -> None:
         except TypeError as error:
             wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
             hint = " The backend calls this method; keep your network in an attribute such as self.model."
+            hint = hint if name == "forward" else f" The arguments of {name} are passed by name." if named else ""
             raise ModuleContractError(
                 f"{type(module).__name__}.{name}{signature} cannot be called with the trainer's arguments ({error}). "
-                f"Write def {name}({wanted}).{hint if name == 'forward' else ''}"
+                f"Write def {name}({wanted}).{hint}"
             ) from error
+    _check_modes_can_be_set(module)
     _warn_on_method_typos(module, log, val_step)
+    if stack is not None:
+        _warn_of_other_precision(module, stack, log)
+
+
+def _check_modes_can_be_set(module: nn.Module) -> None:
+    """Refuse a part with a method `train` for another purpose: PyTorch calls it to set the mode of the part."""
+    for name, part in module.named_modules():
+        method = getattr(part, "train")  # noqa: B009 - a part may hide the method of nn.Module
+        if getattr(method, "__func__", None) is nn.Module.train:
+            continue
+        try:
+            inspect.signature(method).bind(True)
+        except (TypeError, ValueError) as error:
+            where = f"the part {name!r} ({type(part).__name__})" if name else type(part).__name__
+            raise ModuleContractError(
+                f"{where} defines train, which cannot be called with a mode ({error}). The trainer calls "
+                "nn.Module.train(mode) for the training and the eval mode. Give that method another name."
+            ) from None
 
 
 def _check_library_names(module: Any) -> None:
@@ -411,6 +439,17 @@ def _unregistered_message(where: str, container: Any, found: Sequence[Any]) -> s
         f"{where} is a {kind.__name__} with {what}, which PyTorch does not register: they are not trained, moved or "
         f"saved. Use {_CONTAINERS[kind][not modules]}."
     )
+
+
+def _warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunLogger) -> None:
+    """Warn that a precision layer has no effect: autocast converts float32 alone, and leaves float64 as it is."""
+    layer = next((one for one in stack.layers() if one.autocast_dtype is not None), None)
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if layer is not None and dtypes == {torch.float64}:
+        log.warning(
+            f"all parameters are float64, and the layer {layer.name!r} converts float32 alone, so it changes nothing. "
+            "Call float() on the model, or remove the layer from the backend string."
+        )
 
 
 def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:

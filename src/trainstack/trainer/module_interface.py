@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ def _hook(function: Callable[..., None]) -> Callable[..., None]:
 
     Type checkers compare an override with the declared type, and `...` accepts any parameters.
     """
+    return function
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare a method whose overriding method may have fewer parameters."""
     return function
 
 
@@ -192,6 +198,16 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     _step_view: StepView | None = None
     _may_lack_loss: bool = False  # whether `val_step` may return outputs without a loss
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a class without the methods that training needs.
+
+        Raises:
+            ModuleContractError: with the missing methods, and methods of other libraries that the class has.
+        """
+        if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+            raise _lacks_methods(cls, missing)
+        return super().__new__(cls)
+
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
         """Create the optimizers and their schedulers.
@@ -234,6 +250,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         Returns:
             One loader, a dict of loaders by key, or None for no validation.
         """
+        return None
+
+    def _count_val_samples(self) -> int | None:
+        """The number of validation samples for the printed plan, 0 for no validation; None if it is unknown."""
         return None
 
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
@@ -315,8 +335,19 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         module, steps = _given_steps.get()
         return MethodType(steps[stage], self) if module is self and stage in steps else None
 
-    def forward(self, stage: Stage, global_step: int, batch: Any, device: torch.device) -> Any:
-        """Run the step for `stage`. The backend calls this method."""
+    @_method
+    def forward(self, stage: Any = None, global_step: int = 0, batch: Any = None, device: Any = None, **_: Any) -> Any:
+        """Run the step for `stage`. The backend calls this method.
+
+        Args:
+            stage: a `Stage`.
+            global_step: as for `train_step`.
+            batch: as for `train_step`.
+            device: as for `train_step`.
+
+        Raises:
+            ModuleContractError: other code calls the module like a network.
+        """
         if isinstance(batch, NextPart):
             return batch.run()
         if (step := self._given_step(stage)) is not None:
@@ -329,7 +360,15 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
             return self.test_step(batch=batch, device=device, global_step=global_step)
         if stage is Stage.PREDICT:
             return self.predict_step(batch=batch, device=device, global_step=global_step)
-        raise AttributeError(f"stage {stage!r} is none of {[s.name for s in Stage]}")
+        raise self._called_like_network()
+
+    def _called_like_network(self) -> ModuleContractError:
+        name = next((name for name, part in self.named_children() if any(True for _ in part.parameters())), "net")
+        kind = type(self).__name__
+        return ModuleContractError(
+            f"{kind} was called like a network. Its forward belongs to the trainer. Call the attribute that holds the "
+            f"network, such as self.{name}(...)."
+        )
 
     def sharding_units(self) -> Sequence[str | type[nn.Module] | nn.Module] | None:
         """Return the blocks that `fsdp`, `compile="units"` and `activation_checkpointing` process separately.
@@ -358,8 +397,8 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
 
         Args:
             dataset: an object with `__len__` and `__getitem__`, or an `IterableDataset`.
-            sampler: the argument of the method, or a sampler object with a custom order; `shuffle=True` or
-                `shuffle=False` in the options overrides it.
+            sampler: the argument of the method, a sampler object with a custom order, or None for the order of the
+                dataset; `shuffle=True` or `shuffle=False` in the options overrides it.
             batch_size: the argument of the method.
             **options: options of `DataLoader`. Without `collate_fn`, the loader uses this module's `collate_fn`, or
                 else the dataset's `data_collator`, or else torch's default.
@@ -381,9 +420,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         if "batch_sampler" in chosen:
             del chosen["batch_size"]
         elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
-            if shuffle is not None:
+            if shuffle is not None or sampler is None:
                 sampler = RandomSampler if shuffle else SequentialSampler
-            chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
+            if sampler is not None:  # without one, DataLoader keeps the order of the data set
+                chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
         try:
             return DataLoader(dataset, **chosen)
         except (TypeError, ValueError) as error:
@@ -462,6 +502,28 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
             The argument of `update_state` on this rank.
         """
         raise NotImplementedError
+
+
+_OTHER_METHODS = {
+    "train_step": ("training_step", "training_loss", "compute_loss", "step"),
+    "get_optimizers_schedulers": ("configure_optimizers", "get_optimizers", "create_optimizer"),
+    "get_train_dataloader": ("train_dataloader", "train_dataloaders", "get_train_dataloaders", "get_train_loader"),
+}
+"""Names that Lightning, transformers and others have for the methods that training needs."""
+
+
+def _lacks_methods(cls: type, missing: Sequence[str]) -> ModuleContractError:
+    sentences = []
+    for name in missing:
+        signature = str(inspect.signature(getattr(cls, name))).partition(" ->")[0]
+        plain = ", ".join(part.partition(":")[0].strip() for part in signature.strip("()").split(","))
+        theirs = next((one for one in _OTHER_METHODS.get(name, ()) if hasattr(cls, one)), None)
+        has = f"{cls.__name__} has {theirs}; trainstack calls" if theirs else "Define"
+        sentences.append(f"{has} {name}({plain}).")
+    return ModuleContractError(
+        f"{cls.__name__} lacks {', '.join(missing)}, so it cannot be trained. {' '.join(sentences)} For a model with a "
+        "loss and a data set, SupervisedModule has these methods."
+    )
 
 
 @cache

@@ -91,6 +91,8 @@ class PlainInputs:
             ConfigurationError: a key is unknown, or a value has another type than its field.
         """
         names = [name for name in values if name not in self._other]
+        for name in names:
+            _refuse_section(self._cls, name, values[name], source)
         _known(self._cls, names, source)
         for name, value in values.items():
             self._add((name,), value, Place(f"{source}: {name}"))
@@ -229,6 +231,18 @@ def _known(cls: Any, names: Iterable[str], where: str) -> None:
         check_known_fields(cls, names, where)
     except ConfigurationError as error:
         raise ConfigurationError(shorten(str(error), 2000)) from error  # it lists all known names
+
+
+def _refuse_section(cls: Any, name: str, value: Plain, source: str) -> None:
+    """Refuse arguments that are under a heading, as in PyMarlin's files."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    if name not in fields and isinstance(value, dict):
+        held = next((key for key in value if key in fields), None)
+        if held is not None:
+            raise ConfigurationError(
+                f"{source}: {shorten(name)} is not an argument, and has the argument {held} under it. Arguments are at "
+                f"the top of the file: write {held}: {shorten(str(value[held]))} without {shorten(name)}."
+            )
 
 
 def unknown(where: str, name: str, known: Iterable[str], what: str = "option") -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainstack._keywords import CUTOFF
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.trainer.arg_matching import (
     TARGETS,
@@ -22,6 +26,7 @@ from trainstack.trainer.arg_matching import (
     select_mappings,
     unused_items_message,
 )
+from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.record_losses import own_means, without_reduction
 from trainstack.trainer.core.samples import IGNORED_LABEL, checked_weight, labels_in
 from trainstack.trainer.data.columns import column_names, select_columns
@@ -84,6 +89,7 @@ class SupervisedModule(ModuleInterface):
         loss_weight: items that the loss of a batch is a mean over, see `batch_weight`: `"samples"`, `"labels"` (labels
             that are not -100), or a function that counts the items of a batch. None: labels if the model computes its
             own loss from an item `labels` of integers, otherwise samples.
+        unknown: refused, with the place of the argument.
 
     Raises:
         ConfigurationError: an argument is invalid, or two contradict each other.
@@ -143,16 +149,16 @@ class SupervisedModule(ModuleInterface):
         train_dataloader_kwargs: Mapping[str, Any] | None = None,
         val_dataloader_kwargs: Mapping[str, Any] | None = None,
         loss_weight: Literal["samples", "labels"] | Callable[[Any], float] | None = None,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
-        self.model, self.loss, self._may_lack_loss = model, _check_loss(loss), loss is None
-        self.metrics = with_computed(metrics, compute_metrics)
+        self.model, self.loss, self._may_lack_loss = model, _check_loss(model, loss, unknown), loss is None
         self._set_optimizer(optimizer, dict(optimizer_kwargs or {}), named_scheduler(scheduler, scheduler_kwargs))
-        self.forward_fns = _check_methods(model, forward_fn, val_forward_fn)
+        self.metrics, self.loss_weight = with_computed(metrics, compute_metrics), _check_loss_weight(loss_weight)
+        self.target_keys, self.forward_fns = target_keys, _check_methods(model, forward_fn, val_forward_fn)
         self.input_mappings = select_mappings("input", input_mapping, train_input_mapping, val_input_mapping)
         self.output_mappings = select_mappings("output", output_mapping, train_output_mapping, val_output_mapping)
-        self.target_keys, self.collate_fn, self.loss_weight = target_keys, collate_fn, _check_loss_weight(loss_weight)
-        self._set_loader_options(train_collate_fn, train_dataloader_kwargs, val_dataloader_kwargs)
+        self._set_loader_options(collate_fn, train_collate_fn, train_dataloader_kwargs, val_dataloader_kwargs)
         self._set_datasets(train_dataset, val_dataset, test_dataset, remove_unused_columns)
 
     def _set_optimizer(self, optimizer: OptimizerSource | None, options: dict[str, Any], scheduler: Any) -> None:
@@ -160,8 +166,9 @@ class SupervisedModule(ModuleInterface):
         self.optimizer, self.optimizer_kwargs, self.scheduler = optimizer, options, scheduler
 
     def _set_loader_options(
-        self, train_collate_fn: Any, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
+        self, collate_fn: Any, train_collate_fn: Any, train: Mapping[str, Any] | None, val: Mapping[str, Any] | None
     ) -> None:
+        self.collate_fn = collate_fn
         own = {} if train_collate_fn is None else {"collate_fn": train_collate_fn}
         self.train_dataloader_kwargs, self.val_dataloader_kwargs = own | _without_batch_size(train), dict(val or {})
 
@@ -208,6 +215,13 @@ class SupervisedModule(ModuleInterface):
     def get_val_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """Return a loader over the validation data, or a dict of loaders, or None."""
         return self._evaluation_loaders(self.val_dataset, sampler, batch_size)
+
+    def _count_val_samples(self) -> int | None:
+        if type(self).get_val_dataloaders is not SupervisedModule.get_val_dataloaders:
+            return None
+        given = self.val_dataset
+        datasets = [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
+        return sum(map(len, datasets)) if all(hasattr(one, "__len__") for one in datasets) else None
 
     def get_test_dataloaders(self, sampler: type, batch_size: int) -> Any:
         """Return a loader over the test data, or a dict of loaders, or None."""
@@ -445,7 +459,40 @@ def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-def _check_loss(loss: Any) -> Any:
+_OF_OPTIMIZERS = ("lr", "learning_rate", "weight_decay", "momentum", "betas", "eps", "nesterov")
+_OF_LOADERS = ("num_workers", "shuffle", "pin_memory", "drop_last", "sampler", "prefetch_factor", "persistent_workers")
+
+
+def _check_places(model: Any, loss: Any, unknown: Mapping[str, Any]) -> None:
+    """Refuse a loss in the place of the model, and arguments of other objects.
+
+    Raises:
+        ConfigurationError: saying where they belong.
+    """
+    if type(model).__module__ == "torch.nn.modules.loss":
+        swapped = " The model was given second." if isinstance(loss, nn.Module) else ""
+        raise ConfigurationError(
+            f"SupervisedModule: the first argument is the model, the second the loss; a {type(model).__name__} was "
+            f"given first.{swapped} Write SupervisedModule(model, loss, ...)."
+        )
+    for name, value in unknown.items():
+        if name in _OF_OPTIMIZERS:
+            key = "lr" if name == "learning_rate" else name
+            how = f"Write optimizer_kwargs={{{key!r}: {value!r}}}."
+        elif name in _OF_LOADERS:
+            how = f"Write train_dataloader_kwargs={{{name!r}: {value!r}}}, or val_dataloader_kwargs."
+        elif name in {field.name for field in fields(TrainerArguments)}:
+            how = f"Write TrainerArguments({name}={value!r})."
+        else:
+            known = [key for key in inspect.signature(SupervisedModule).parameters if key != "unknown"]
+            close = difflib.get_close_matches(name, known, 1, CUTOFF)
+            alias = TrainerArguments.ALIASES.get(name)
+            how = f"Write {close[0] if close else alias}." if close or alias else f"There are {', '.join(known)}."
+        raise ConfigurationError(f"SupervisedModule has no argument {name!r}. {how}")
+
+
+def _check_loss(model: Any, loss: Any, unknown: Mapping[str, Any]) -> Any:
+    _check_places(model, loss, unknown)
     if isinstance(loss, type):
         raise ConfigurationError(f"loss is the class {loss.__name__}. Write an object of it: loss={loss.__name__}().")
     if loss is not None and not callable(loss):

@@ -33,7 +33,11 @@ from trainstack.trainer.mixins.evaluation import EvaluationMixin
 from trainstack.trainer.mixins.output import OutputMixin
 from trainstack.trainer.mixins.properties import PropertiesMixin
 from trainstack.trainer.mixins.saving import SavingMixin
-from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
+from trainstack.trainer.module_checks import (
+    check_parts,
+    complete_monitor,
+    refuse_argument_of_train,
+)
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.checkpoint_states import check_storable
 from trainstack.trainer.resume.saving import Saver, save_after_exception
@@ -61,13 +65,22 @@ _ELSEWHERE = {
     "add_callback_fn": "trainer.on(Event...)(function)",
     "create_run_config": "trainer.args and trainer.plan",
     "evaluate": "trainer.validate(data), or trainer.test(data)",
+    "compile": "TrainerArguments(compile=True)",
     "fit": "trainer.train()",
+    "load": 'TrainerArguments(resume="auto"), or init_weights_from=... for the weights alone',
+    "load_checkpoint": 'TrainerArguments(resume="auto"), or init_weights_from=... for the weights alone',
+    "load_state_dict": "trainer.module.load_state_dict(...)",
     "get_num_epochs": "trainer.args.epochs",
     "get_num_update_steps": "trainer.plan.total_steps",
     "run": "trainer.train()",
     "run_config": "trainer.args and trainer.plan",
     "run_history": "trainer.history",
+    "run_evaluation": "trainer.validate(data), or trainer.test(data)",
+    "save": "trainer.export(path)",
     "save_model": "trainer.export(path)",
+    "state_dict": "trainer.module.state_dict()",
+    "test_model": "trainer.test(data)",
+    "train_model": "trainer.train()",
 }
 """Members of the trainers of pytorch-accelerated, fastNLP, Lightning and transformers, and their counterparts."""
 
@@ -77,7 +90,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
 
     Args:
         module: model, steps, optimizers and data.
-        args: all options of the run.
+        args: all options of the run; `TrainerArguments()` by default.
         trainer_backend: a stack of layers, or a backend string; overrides `args.backend`.
         checkpointer: saves and finds checkpoints; by default a `DefaultCheckpointer` that saves in `args.output_dir`.
         run_history: object in which metrics are recorded; a new `RunHistory` by default.
@@ -86,6 +99,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             optimizer step, write a layer, see `register_layer`.
         val_step: function that replaces the module's method `val_step`.
         metrics: metrics by name, objects with `update`, `compute` and `reset`; instead of the module's.
+        unknown: refused, with the place of the argument.
 
     Attributes:
         module: the module.
@@ -112,7 +126,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     def __init__(
         self,
         module: ModuleInterface,
-        args: TrainerArguments,
+        args: TrainerArguments | None = None,
         trainer_backend: TrainerBackend | str | None = None,
         checkpointer: AbstractCheckpointer | None = None,
         *,
@@ -121,13 +135,13 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         train_step: Callable[..., Any] | None = None,
         val_step: Callable[..., Any] | None = None,
         metrics: Any = None,
+        **unknown: NoReturn,
     ) -> None:
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
-        check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step)
+        args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
         args = _settled(args, module, metrics)
         trainer_backend = _stack_of(trainer_backend, args, self)
-        if checkpointer is None or args.fast_dev_run:
-            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
+        checkpointer = _checkpointer_of(checkpointer, args)
         self._context = context = RunContext(
             module=module,
             args=args,
@@ -301,7 +315,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         if self.args.fit_micro_batch:
             fit_micro_batch(context, run.data, work)
             plan = run.data.plan
-        reporter.open(run.data, work, resumed)
+        reporter.open(run.data, work, run.loop.schedules, resumed)
         if run.is_over:
             reporter.text(already_finished_message(context, plan))
         else:
@@ -316,6 +330,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 if not run.is_over:
                     run.begin_recording()
                 stopper.stop_if_requested()
+                run.validate_at_start()
                 while not run.is_over and run.exhausted_reason is None:
                     run.train_epoch(reporter, self.save_checkpoint, save_every)
         except StopTraining as stop:
@@ -471,6 +486,10 @@ def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner:
         given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
     given.bind(owner)
     return given
+
+
+def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments) -> AbstractCheckpointer:
+    return DefaultCheckpointer(args.placed_checkpointer_args) if given is None or args.fast_dev_run else given
 
 
 def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:

@@ -1,4 +1,4 @@
-"""`verify_resume` proves that a run survives being killed."""
+"""`verify_resume` tests that killed and resumed runs have the same bits as an uninterrupted run."""
 
 from trainstack.verifying.comparison import Divergence
 from trainstack.verifying.report import KillEvent, ResumeReport

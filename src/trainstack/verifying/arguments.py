@@ -1,4 +1,4 @@
-"""The arguments of a training that is made again to prove something, in another folder."""
+"""The arguments of a training that is repeated in another folder for a test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainstack.trainer import TrainerArguments
 
 
 def arguments_in(folder: Path, args: TrainerArguments, saving: Mapping[str, Any], **changes: Any) -> TrainerArguments:
-    """The same training in `folder`: with the same steps, and without effects outside of it.
+    """The arguments of the same training in `folder`: with the same steps, and without effects outside of it.
 
     It signs and scrubs nothing, so it needs no key. It does not refuse another environment, which the caller compares.
 
     Args:
-        folder: where it writes.
+        folder: the output folder.
         args: of the training.
         saving: changes of its checkpointer's arguments.
         **changes: of its other arguments.

@@ -1,4 +1,4 @@
-"""Changes of a module under test: fewer loader workers, and a restore that forgets on purpose."""
+"""Changes of a module under test: fewer loader workers, and a restore that deliberately omits a parameter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainstack.trainer.data.step_batches import unsupported_order_reason
 
 
 def limit_workers(module: ModuleInterface, most: int | None) -> list[int]:
-    """Let training loaders of `module` have at most so many workers; None changes nothing.
+    """Limit the workers of the training loaders of `module` to `most`; None changes nothing.
 
-    Only loaders whose order is the library's are changed: for them the number of workers changes no sample. It is never
-    raised, since a dataset may not work in another process.
+    Only loaders in the library's order are changed, because their samples do not depend on the number of workers. It is
+    never increased, because a dataset may not work in another process.
 
     Returns:
-        a list that the numbers are added to that the module asked for, where they can be changed.
+        a list to which the module's numbers of workers are added, if they can be changed.
     """
     asked: list[int] = []
     original = module.get_train_dataloader
@@ -49,12 +49,12 @@ def _may_be_changed(loader: Any) -> bool:
 
 
 def break_restore(module: ModuleInterface) -> list[str]:
-    """Let `module` leave one parameter as it is now whenever its state is restored.
+    """Make `module` leave one parameter unchanged each time its state is restored.
 
-    A comparison that does not notice this cannot notice what a module forgets.
+    A comparison that does not notice this cannot notice state that a module does not save.
 
     Returns:
-        a list that the name of the parameter is added to.
+        a list to which the name of the parameter is added.
     """
     broken: list[str] = []
     original = module.update_state

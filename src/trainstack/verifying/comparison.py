@@ -12,12 +12,12 @@ from trainstack.checkpointing.reading import read_states
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where one training leaves the other.
+    """The place where two trainings diverge.
 
     Attributes:
-        difference: the first tensor that differs at the end and by how much, else the first thing.
+        difference: the first tensor that differs at the end with the size of the difference, or else the first value.
         same_at: the last global step whose checkpoints agree in every bit; 0 if none do.
-        diverged_at: the first one after it whose checkpoints do not.
+        diverged_at: the first later step whose checkpoints differ.
     """
 
     difference: str
@@ -26,7 +26,7 @@ class Divergence:
 
 
 def checkpoints_of(place: Path) -> list[CheckpointInfo]:
-    """The checkpoints that a training in `place` has left, oldest first."""
+    """The checkpoints of a training in `place`, oldest first."""
     return [info for info in list_checkpoints(place / "checkpoints") if info.kind == "checkpoint"]
 
 

@@ -1,4 +1,4 @@
-"""Where kills strike, what differs between the processes, and what that has not covered."""
+"""The moments of kills, the varied settings of processes, and a list of the cases that were not covered."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainstack.verifying.trial import Moment, Surroundings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """The options from which each process draws."""
+    """The options from which the settings of each process are drawn."""
 
     threads: tuple[int | None, ...] = (None,)
     workers: tuple[int | None, ...] = (None,)
     async_save: tuple[bool, ...] = (False,)
 
     def draw(self, draw: random.Random, training: int) -> Surroundings:
-        """Of one process. All of a training save in the same way."""
+        """Draw the settings of one process. All processes of a training save in the same way."""
         return Surroundings(
             hash_seed=draw.randrange(2**32),
             threads=draw.choice(self.threads),
@@ -30,7 +30,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """Facts of the uninterrupted training.
+    """Facts about the uninterrupted training.
 
     Attributes:
         place: its folder.
@@ -39,7 +39,7 @@ class Outline:
         workers: of its training loaders.
         untracked: attributes of the module and the callbacks that it changed and did not save.
         first_kind: the kind of the first kill, as a position in their rotation.
-        choices: what the processes after it may have other than it: threads and ways to save.
+        choices: the settings that later processes may vary: threads, loader workers and ways to save.
     """
 
     place: Path
@@ -57,10 +57,11 @@ _KINDS = ("saving", "middle", "start", "saving", "end")
 
 
 def draw_moments(draw: random.Random, count: int, outline: Outline, before: int) -> list[Moment]:
-    """When to kill each of `count` processes of a training: in a save, and at the start, middle and end of epochs.
+    """Draw the moments to kill `count` processes of a training: in saves, and at the start, middle and end of epochs.
 
-    `before` kills have struck already. A step that is followed by a save lasts longer than others, so the lag is drawn
-    from the time of a few.
+    `before` is the number of earlier kills. A step followed by a save takes longer than others, so the lag is drawn
+    from
+    the time of up to four steps.
     """
     step_s = outline.seconds / max(1, outline.steps)
     moments = []
@@ -73,11 +74,11 @@ def draw_moments(draw: random.Random, count: int, outline: Outline, before: int)
 
 
 _LONGEST_SAVE_S = 0.01
-"""Also of a save that is read back, and of the deletion of older checkpoints after it."""
+"""Seconds; includes reading back a save of a small module, and the deletion of older checkpoints after it."""
 
 
 def _steps_of(kind: str, outline: Outline) -> range | list[int]:
-    """The steps after which a kill of this kind strikes; all have a checkpoint behind them and a step ahead."""
+    """The steps after which a kill of this kind is made; each has a checkpoint before it and a step after it."""
     first, last, length = max(1, outline.first_save), outline.steps - 1, outline.steps_per_epoch
     if kind in ("saving", "middle") or not length:
         return range(first, last + 1)
@@ -95,7 +96,7 @@ def place_in_epoch(step: int, outline: Outline) -> str:
 
 
 def not_covered(report: ResumeReport, outline: Outline) -> tuple[str, ...]:
-    """In words, what no kill that counts has tried."""
+    """The cases that no counting kill has tried, as text."""
     kills = [kill for kill in report.kills if kill.counts]
     seen = [kill.surroundings for kill in kills if kill.surroundings is not None]
     missing = []

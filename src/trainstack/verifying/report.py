@@ -15,15 +15,17 @@ class KillEvent:
     """One SIGKILL.
 
     Attributes:
-        training: which training it was; each goes on until it ends, and then another one begins. Counted from 1.
-        at_step: the global step that was last finished, as far as was seen: looked at every 2 ms.
-        resumed_from: the global step that the next process went on from; 0 where there was no checkpoint yet.
-        seconds: how long the killed process had trained.
-        while_saving: whether it left a checkpoint half written.
-        within: where in its epoch the next process went on: "start" (after its first steps), "middle" or "end" (with
-            its last step, or its beginning); "" if the length of an epoch is not known.
-        counts: whether the next process restored something and had something left to train. Other kills prove nothing.
-        surroundings: of the process that went on.
+        training: the number of the training, counted from 1. Each is resumed until it ends, and then another one
+            begins.
+        at_step: the last finished global step that was observed, every 2 ms.
+        resumed_from: the global step from which the next process resumed; 0 if there was no checkpoint yet.
+        seconds: the time for which the killed process had trained.
+        while_saving: whether it left a partial checkpoint.
+        within: the position in its epoch from which the next process resumed: "start" (after its first steps), "middle"
+            or
+            "end" (with its last step, or its beginning); "" if the length of an epoch is not known.
+        counts: whether the next process restored a checkpoint and had steps left to train. Other kills prove nothing.
+        surroundings: of the process that resumed.
     """
 
     training: int
@@ -38,25 +40,28 @@ class KillEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:
-    """What `verify_resume` found.
+    """The result of `verify_resume`.
 
     Attributes:
         backend: the backend string.
         nproc: processes of the training.
         steps: global steps of the whole training.
-        seconds: what the unbroken training took.
-        kills: in their order, also those that do not count.
-        asked: how many kills were to count.
-        model_hash: xxh3-128 of the module's file in the last checkpoint of the unbroken training.
-        trainings: how many were begun to be killed.
-        divergence: where the last training that was killed left the unbroken one; None if the last checkpoints agree in
-            every bit.
+        seconds: the duration of the uninterrupted training.
+        kills: in their order, including those that do not count.
+        asked: the requested number of counting kills.
+        model_hash: xxh3-128 of the module's file in the last checkpoint of the uninterrupted training.
+        trainings: the number of trainings that were started for kills.
+        divergence: where the last killed training diverged from the uninterrupted one; None if the last checkpoints
+            agree
+            in every bit.
         untracked: if they do not, attributes of the module and the callbacks that training changes and that no
-            `get_state` returns.
-        blind_to: the parameter that was left as `__init__` makes it in one more resume, to test this test, if that
-            training ended with the same bits; "" if it did not.
-        not_covered: what was not tried, in words.
-        folder: where both trainings lie, if they differ.
+            `get_state`
+            returns.
+        blind_to: a parameter that was not restored in one more resume, to test this test, if that training ended with
+            the
+            same bits; "" if it did not.
+        not_covered: the cases that were not tried, as text.
+        folder: the folder of both trainings, if they differ.
     """
 
     backend: str
@@ -75,16 +80,17 @@ class ResumeReport:
 
     @property
     def counting(self) -> int:
-        """How many kills count: the process after it restored a checkpoint and had steps left to train."""
+        """The number of kills that count: the next process restored a checkpoint and had steps left to train."""
         return sum(kill.counts for kill in self.kills)
 
     @property
     def same(self) -> bool:
-        """Whether each training that was killed and resumed ended with the bits of the unbroken one.
+        """Whether each killed and resumed training ended with the bits of the uninterrupted one.
 
         Raises:
-            ConfigurationError: nothing is proved, since no kill counts, or since the comparison does not see a
-                parameter that is not restored.
+            ConfigurationError: nothing is proved, because no kill counts, or because the comparison does not notice a
+                parameter
+                that is not restored.
         """
         if self.divergence is None and (not self.counting or self.blind_to):
             raise ConfigurationError(f"verify_resume: {self.verdict}")
@@ -105,7 +111,7 @@ class ResumeReport:
 
     @property
     def verdict(self) -> str:
-        """In a few sentences, whether the run survives, and if not, what to do."""
+        """Whether the run has the same bits after kills, and if not, the next steps of the user, in a few sentences."""
         if self.divergence is not None:
             return (
                 f"NOT THE SAME: {self.divergence.difference}\n{self._advice(self.divergence)}\nBoth are kept in "
@@ -139,7 +145,7 @@ class ResumeReport:
         went_on = [kill.resumed_from for kill in self.kills if kill.training == self.trainings and kill.resumed_from]
         if not went_on or divergence.diverged_at <= min(went_on):
             return (
-                f"{where} No checkpoint had been gone on from by then: the training is not repeatable even without a "
+                f"{where} No training had been resumed by then: the training is not repeatable even without a "
                 "kill. Look for random numbers that args.seed does not set, for the clock, for the order of sets of "
                 "strings (each process has another PYTHONHASHSEED), and for operations that are not deterministic "
                 "(torch.use_deterministic_algorithms(True) names them)."
@@ -148,12 +154,12 @@ class ResumeReport:
             names = ", ".join(self.untracked)
             return (
                 f"{where} Training changes {names}, and get_state does not return it, so a new process begins with "
-                "the values of __init__. Return it from get_state of the module or the callback and take it back in "
+                "the values of __init__. Return it from get_state of the module or the callback and restore it in "
                 "update_state, or register it as a buffer."
             )
         return (
-            f"{where} Among the attributes of the module, its parts and the callbacks, no changed one was found that "
-            "is not saved. Objects of other classes are not compared. Look for what else a step depends on: a global "
+            f"{where} Among the attributes of the module, its submodules and the callbacks, all changed ones are "
+            "saved. Objects of other classes are not compared. Look for other dependencies of a step: a global "
             "variable, such an object, a data set that changes, a file, the clock. Return its state from the module's "
-            "get_state and take it back in update_state."
+            "get_state and restore it in update_state."
         )

@@ -1,4 +1,4 @@
-"""Training processes that are started, watched and killed."""
+"""Training processes that are started, observed and killed."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ POLL_INTERVAL_S = 0.002
 _FACTS = "facts.json"
 _PROGRESS = struct.Struct("qqq")
 SAVE_POLL_S = 0.0005
-"""How often it is looked whether a save has begun: one of a small module takes some milliseconds."""
+"""The time between two checks for a save: a save of a small module takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What may be another thing in each process of a run without changing its bits.
+    """Settings that may differ between the processes of a run without changing its bits.
 
     Attributes:
-        hash_seed: PYTHONHASHSEED, which decides the order of sets of strings.
-        threads: of torch; None leaves them as they are.
-        workers: the most worker processes that a training loader may have; None for as many as the module asks for.
+        hash_seed: PYTHONHASHSEED, which determines the order of sets of strings.
+        threads: of torch; None does not change them.
+        workers: the largest number of worker processes of a training loader; None for the module's number.
         async_save: whether checkpoints are written in the background.
     """
 
@@ -53,11 +53,11 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a training is.
+    """The progress of a training.
 
     Attributes:
-        began_from: the global step that it began from.
-        step: the last global step that was finished.
+        began_from: the global step from which it began.
+        step: the last finished global step.
         steps_per_epoch: 0 if unknown.
     """
 
@@ -68,7 +68,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """When to kill: `lag` seconds after `step` is finished, or after the next save begins, if there is a checkpoint."""
+    """The moment of a kill: `lag` seconds after the end of `step`, or after the next save begins, if there is a
+    checkpoint."""
 
     step: int
     lag: float
@@ -77,12 +78,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a training that has ended says of itself.
+    """The facts that an ended training has written.
 
     Attributes:
         untracked: attributes of its module and callbacks that it changed, and did not save.
-        workers: of its training loader, as the module asked for; 0 where their number cannot be changed.
-        broken: the parameter that was not restored, if one should not be.
+        workers: of its training loader in the module; 0 if their number cannot be changed.
+        broken: the parameter that was not restored, if that was requested.
     """
 
     untracked: tuple[str, ...] = ()
@@ -92,16 +93,16 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One process's part of one attempt.
+    """The part of one process in one attempt.
 
     Attributes:
         call: pickled `(module_factory, (args,))`; the factory returns a module, or a module and its callbacks.
-        folder: of the attempt, for word of it.
-        rank, nproc: the place of this process.
-        port: where several processes meet; None where the process stands alone.
+        folder: of the attempt, for its files.
+        rank, nproc: the rank of this process and the number of processes.
+        port: of the rendezvous of several processes; None for a single process.
         surroundings: of this process.
-        breaks: whether to leave one parameter as `__init__` made it, when the state is restored.
-        until: where a replay ends; None to train to the end of the training.
+        breaks: whether one parameter keeps its value of `__init__` when the state is restored.
+        until: the end of a replay; None to train to the end of the training.
         caller: the public function, for messages.
     """
 
@@ -117,17 +118,17 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """What all processes print."""
+        """The file with the output of all processes."""
         return self.folder / "output.txt"
 
     @property
     def done(self) -> Path:
-        """There once this process has trained to the end; how it exits after that means nothing."""
+        """A file that exists after this process has trained to the end; its exit code has no meaning after that."""
         return self.folder / f"done-{self.rank}"
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """How far the training is; None before it begins."""
+    """The progress of the training; None before it begins."""
     try:
         data = (folder / "progress").read_bytes()
     except FileNotFoundError:
@@ -139,13 +140,13 @@ def read_progress(folder: Path) -> Progress | None:
 
 
 def read_facts(folder: Path) -> Facts:
-    """What the training of this folder said when it had ended."""
+    """The facts that the training of this folder wrote at its end."""
     facts = json.loads((folder / _FACTS).read_text())
     return Facts(untracked=tuple(facts["untracked"]), workers=facts["workers"], broken=facts["broken"])
 
 
 def work(job: Job) -> None:
-    """Train to the end, or to where a replay ends, unless killed."""
+    """Train to the end, or to the end of a replay, unless killed."""
     set_up_process(job)
     factory, (args,) = pickle.loads(job.call)
     seed_everything(args.seed)
@@ -160,8 +161,8 @@ def work(job: Job) -> None:
 
 
 def set_up_process(job: Job) -> None:
-    """Make this process the one that `job` describes: its group, its output, its rank, its threads."""
-    os.setsid()  # so that all that this process starts can be killed with it
+    """Set process group, output, rank and threads of this process as `job` requires."""
+    os.setsid()  # so that all processes that this one starts can be killed with it
     output = os.open(job.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -185,7 +186,7 @@ def set_up_process(job: Job) -> None:
 def _train_to_the_end(job: Job, module: ModuleInterface, args: TrainerArguments, callbacks: Any, asked: Any) -> None:
     broken = break_restore(module) if job.breaks else []
     trainer = Trainer(module, args, callbacks=callbacks)
-    _ = trainer.plan  # makes it ready: from here on it is training
+    _ = trainer.plan  # prepares the trainer, so that only the training is observed
     marks = partial(fingerprints_of_run, trainer.module, trainer.events.callbacks, trainer.trainer_backend.is_private)
     before = marks()
     with _progress_of(trainer, job):
@@ -204,7 +205,7 @@ def _progress_of(trainer: Trainer, job: Job) -> AbstractContextManager[None]:
 
 @contextmanager
 def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
-    """Write down how far `trainer` is, so that it can be read after a kill."""
+    """Write the progress of `trainer` to a file, so that it can be read after a kill."""
     file = os.open(folder / "progress", os.O_WRONLY | os.O_CREAT)
     first, length, over = trainer.global_steps_finished, trainer.plan.steps_per_epoch or 0, threading.Event()
 
@@ -228,10 +229,10 @@ def _record_progress(trainer: Trainer, folder: Path) -> Iterator[None]:
 
 
 class Trial:
-    """A training that is under way in new processes; all of them are killed at once.
+    """A running training in new processes, all of which are killed at once.
 
     Attributes:
-        began_from: the global step that it began from.
+        began_from: the global step from which it began.
     """
 
     began_from: int
@@ -245,7 +246,7 @@ class Trial:
         """Start the processes, and wait until they train.
 
         Raises:
-            LaunchError: one of them failed, or they did not come so far in time.
+            LaunchError: one of them failed, or they were too slow.
         """
         for process in self._processes:
             process.start()
@@ -255,7 +256,7 @@ class Trial:
         self.began_from = progress.began_from
 
     def is_over(self, within_s: float | None = None) -> bool:
-        """Whether all processes have trained to the end, after waiting for that, by default as long as may be.
+        """Wait until all processes have trained to the end, by default up to the deadline. Returns whether they have.
 
         Raises:
             LaunchError: one of them failed, or they did not end in time.
@@ -274,15 +275,15 @@ class Trial:
         return not running
 
     def ends_before(self, moment: Moment, has_saved: Callable[[], bool], saves: Callable[[], bool]) -> bool:
-        """Whether it ends before `moment` comes.
+        """Whether the training ends before `moment`.
 
         Args:
-            moment: when to kill it.
-            has_saved: whether there is a checkpoint to go on from.
-            saves: whether a checkpoint is half written.
+            moment: the moment to kill it.
+            has_saved: whether there is a checkpoint to resume from.
+            saves: whether a checkpoint is partially written.
 
         Raises:
-            LaunchError: as for `is_over`.
+            LaunchError: see `is_over`.
         """
         while self.progress.step < moment.step or not has_saved():
             if self.is_over(POLL_INTERVAL_S):
@@ -295,12 +296,12 @@ class Trial:
         return self.is_over(moment.lag)
 
     def kill(self) -> int:
-        """SIGKILL all that still runs; returns the last step that was finished."""
+        """Send SIGKILL to all running processes. Returns the last finished step."""
         for process in self._processes:
             if process.pid is not None and process.is_alive():
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.kill()  # before it had a group of its own
+                process.kill()  # for a process that has not made its group yet
         for process in self._processes:
             if process.pid is not None:
                 process.join()
@@ -308,12 +309,12 @@ class Trial:
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """The progress of the training."""
         return read_progress(self._jobs[0].folder) or Progress()
 
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
-            self._fail("was not through in time; write a longer timeout_s, or fewer steps,")
+            self._fail("did not end in time; write a longer timeout_s, or fewer steps,")
 
     def _fail(self, how: str) -> None:
         self.kill()
@@ -336,7 +337,7 @@ def start_trial(
     surroundings: Surroundings = Surroundings(),
     **options: Any,
 ) -> Iterator[Trial]:
-    """A training in `nproc` processes that find each other, or in one that stands alone; none is left at the end.
+    """A training in `nproc` processes that join, or in a single one. No process is left at the end.
 
     `options` are further attributes of `Job`: `breaks`, `until`, `caller`.
     """
@@ -345,7 +346,7 @@ def start_trial(
     if nproc is not None:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            port = int(listener.getsockname()[1])  # free, until a process takes it
+            port = int(listener.getsockname()[1])  # free until another process uses it
     common: dict[str, Any] = {"call": call, "folder": folder, "nproc": size, "port": port}
     common |= {"surroundings": surroundings, **options}
     jobs = [Job(rank=rank, **common) for rank in range(size)]
@@ -360,7 +361,7 @@ def start_trial(
 
 @contextmanager
 def _hash_seed(seed: int) -> Iterator[None]:
-    """A new Python that starts inside has this hash seed."""
+    """A block in which a new Python process gets this hash seed."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = str(seed)
     try:

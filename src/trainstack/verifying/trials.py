@@ -1,4 +1,4 @@
-"""Trainings that are killed and resumed, and one that is not interrupted."""
+"""Trainings that are killed and resumed, and an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from trainstack.verifying.trial import Moment, Surroundings, read_facts, start_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSetup:
-    """The training that is tested.
+    """The training under test.
 
     Attributes:
         backend: the backend string.
-        nproc: how many processes train together; None for a single one.
-        call_in: pickled `(module_factory, (args,))` of a training that keeps everything in this folder, and saves in
-            the background or not.
-        context: of `multiprocessing`: how processes are started.
+        nproc: the number of processes that train together; None for a single one.
+        call_in: returns pickled `(module_factory, (args,))` of a training that writes everything to this folder, and
+            saves
+            in the background or not.
+        context: of `multiprocessing`; the way to start processes.
         timeout_s: seconds for each process.
         async_save: whether the training saves in the background.
         may_save_otherwise: whether it may also save in the other way.
@@ -54,13 +55,13 @@ class TrialSetup:
     vary: bool = True
 
     def start(self, place: Path, folder: Path, surroundings: Surroundings, *, breaks: bool = False) -> Any:
-        """A training in `place` that reports to `folder`, as a context manager."""
+        """A training in `place` that writes its facts to `folder`, as a context manager."""
         call = self.call_in(place, surroundings.async_save)
         return start_trial(call, folder, self.nproc, self.context, self.timeout_s, surroundings, breaks=breaks)
 
 
 def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Path) -> ResumeReport:
-    """Train unbroken, then kill until `kills` kills count, and compare; all of it below `folder`.
+    """Train without interruption, then kill until `kills` kills count, and compare. All files are below `folder`.
 
     Raises:
         ConfigurationError: the training saves nothing before its end.
@@ -79,7 +80,7 @@ def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Pat
     )
     while report.counting < kills and report.divergence is None and report.trainings < 2 * kills + 10:
         training, missing = report.trainings + 1, kills - report.counting
-        if training == 2 and subject.vary:  # not before: a module that forgets is found without it
+        if training == 2 and subject.vary:  # only now, because missing state is usually found without it
             outline = replace(outline, choices=_with_threads(outline.choices, subject, draw, folder))
         place = folder / f"training-{training}"
         moments = draw_moments(draw, min(missing, _KILLS_PER_TRAINING), outline, len(report.kills))
@@ -97,7 +98,7 @@ def run_trials(subject: TrialSetup, kills: int, draw: random.Random, folder: Pat
 
 _LOOK_FOR_SAVES_S = 0.01
 _KILLS_PER_TRAINING = 3
-"""With more, each process would be killed before it has come anywhere."""
+"""With more kills, each process would be killed before it has made progress."""
 
 
 def _train_unbroken(subject: TrialSetup, draw: random.Random, folder: Path) -> Outline:
@@ -133,7 +134,7 @@ def _train_unbroken(subject: TrialSetup, draw: random.Random, folder: Path) -> O
 
 
 def _with_threads(choices: Choices, subject: TrialSetup, draw: random.Random, folder: Path) -> Choices:
-    """`choices` with one thread of torch more than usual, if an unbroken training has the same bits with it."""
+    """`choices` with one more thread of torch, if an uninterrupted training has the same bits with it."""
     usual = max(1, torch.get_num_threads() // (subject.nproc or 1))
     place, other = folder / "threads", usual + 1
     surroundings = Surroundings(hash_seed=draw.randrange(2**32), threads=other, async_save=subject.async_save)
@@ -145,7 +146,7 @@ def _with_threads(choices: Choices, subject: TrialSetup, draw: random.Random, fo
 
 
 def _blind_to(subject: TrialSetup, outline: Outline, folder: Path) -> str:
-    """The parameter that may be forgotten without a difference, and "" if a difference shows, as it should.
+    """A parameter that may be omitted without a difference; "" if a difference is found, as it should be.
 
     The uninterrupted training resumes from its last checkpoint but one, with one parameter as `__init__` makes it.
     """
@@ -169,7 +170,7 @@ def _blind_to(subject: TrialSetup, outline: Outline, folder: Path) -> str:
 def _train(
     subject: TrialSetup, place: Path, training: int, moments: list[Moment], outline: Outline, draw: random.Random
 ) -> list[KillEvent]:
-    """Train to the end in as many processes as it takes, the first of which are killed at `moments`."""
+    """Train to the end in as many processes as needed. The first ones are killed at `moments`."""
     struck: list[KillEvent] = []
     for number, moment in enumerate([*moments, None]):
         words, surroundings = place.parent / f"process-{training}.{number}", outline.choices.draw(draw, training)
@@ -211,7 +212,7 @@ def _has_saved(place: Path) -> bool:
 
 def _check_saved(place: Path) -> None:
     found = checkpoints_of(place)
-    if not found or found[-1].sequence <= 2:  # the beginning of the run has the first number
+    if not found or found[-1].sequence <= 2:  # 1 is the beginning of the run, and 2 the only checkpoint
         raise ConfigurationError(
             "verify_resume: the training saves only once, at its end, so there is no checkpoint to resume from. Write "
             "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...), or more epochs."

@@ -15,7 +15,7 @@ from trainstack.trainer import AbstractTrainer, ModuleInterface, Trainer, Traine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Until:
-    """Where a replay ends.
+    """The end of a replay.
 
     Attributes:
         step: the global step after which it stops; in several processes up to two steps later.
@@ -27,18 +27,18 @@ class Until:
 
 
 class KeepSome(DefaultCheckpointer):
-    """Is due as often as the run's own checkpointer, and writes the checkpoints of chosen steps only."""
+    """Saves on the schedule of the run's checkpointer, but writes only the checkpoints of chosen steps."""
 
     keep: frozenset[int] = frozenset()
 
     def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
-        """Write the checkpoint if it is one of those to keep; its path, or None."""
+        """Write the checkpoint if it is among those to keep. Returns its path, or None."""
         if checkpoint_state.global_step not in self.keep:
             return None
         return super().save(checkpoint_state, index, force)
 
     def save_model(self, *_: Any, **__: Any) -> None:
-        """Export nothing: a replay is not for use."""
+        """Export nothing, because a replay produces no model for use."""
 
 
 def replay_until(
@@ -50,14 +50,14 @@ def replay_until(
 ) -> None:
     """Train `module` until the end of the replay.
 
-    The stop is that of a signal, which breaks the training off without `on_end_train` of the module: that hook may
-    publish a model.
+    It stops like a signal does, which ends the training without `on_end_train` of the module: that hook may publish a
+    model.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a request that comes after the last step is raised as a signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a stop requested after the last step is raised as this signal
     checkpointer = KeepSome(args.placed_checkpointer_args)
     checkpointer.keep = until.keep
     trainer = Trainer(module, args, checkpointer=checkpointer, callbacks=callbacks)
-    _ = trainer.plan  # makes it ready: the state of the checkpoint is there
+    _ = trainer.plan  # prepares the trainer, which loads the checkpoint
 
     def stop(_: AbstractTrainer) -> None:
         trainer._stopper.request("the end of the replay", signal.SIGTERM.value)

@@ -1,4 +1,4 @@
-"""`verify_resume(make_module, args)` compares killed and resumed runs with an unbroken one."""
+"""`verify_resume(make_module, args)` compares killed and resumed runs with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -32,44 +32,49 @@ def verify_resume(
     vary: bool = True,
     quiet: bool = False,
 ) -> ResumeReport:
-    """Train unbroken in a new process, then again in processes that are killed at random moments, and compare.
+    """Train without interruption in a new process, then in processes that are killed at random moments, and compare.
 
-    A process that is killed, by SIGKILL and with all that it has started, is followed by a new one with
-    `resume="auto"`, until the training ends. With more than three kills another training begins then. At the end the
-    last checkpoints are compared bit by bit: module, optimizers, schedulers, layers, random states, counters, history.
+    After a kill, by SIGKILL and with all started processes, a new process continues with `resume="auto"`, until the
+    training ends. After three kills another training begins. At the end the last checkpoints are compared bit by bit:
+    module, optimizers, schedulers, layers, random states, counters, history.
 
-    A kill counts if the process after it restored a checkpoint and had steps left to train. Kills strike in saves, and
-    at the start, the middle and the end of epochs. Each process has another PYTHONHASHSEED. At the end one more
-    training goes on with a parameter that is not restored: the comparison has to see that.
+    A kill counts if the next process restored a checkpoint and had steps left to train. Kills happen in saves, and at
+    the
+    start, the middle and the end of epochs. Each process has another PYTHONHASHSEED. At the end one more training
+    resumes
+    with a parameter that is not restored: the comparison has to notice that.
 
-    Everything is written to a temporary folder (TMPDIR says where), which has to take two trainings' checkpoints;
-    `args.output_dir` is not touched. Writers are left out. Each process calls `seed_everything(args.seed)`, and then
+    Everything is written to a temporary folder (set by TMPDIR), which needs space for the checkpoints of two trainings;
+    `args.output_dir` is not used. Writers are disabled. Each process calls `seed_everything(args.seed)`, and then
     `module_factory()`.
 
     Args:
         module_factory: makes the module; a function at the top of a module or a script, or the module's class. A
-            function may also return the module and a list of callbacks.
-        args: of the training. Few steps are enough, as long as it saves within them. `resume` and where to save or load
-            from are set here.
-        kills: how many have to count; `2 * kills + 10` trainings are made at most.
-        seed: of the moments and of what differs between processes.
-        nproc: processes of the training, for a backend that joins several; by default 2. The backend "auto" joins as
-            many as are asked for, by default one.
+            function
+            may also return the module and a list of callbacks.
+        args: of the training. Few steps are enough, as long as it saves within them. `resume` and the folders for
+            saving
+            and loading are replaced.
+        kills: the number of kills that have to count; at most `2 * kills + 10` trainings are made.
+        seed: of the moments and of the settings that differ between processes.
+        nproc: processes of the training, for a backend that joins several; by default 2. The backend "auto" joins this
+            number, by default one.
         timeout_s: seconds for each process.
         vary: let processes also differ in the number of threads (from the second killed training on, after one more
-            unbroken one has shown that the bits do not depend on it) and in the number of loader workers (not more than
-            the module asks for). Each second training saves in the background if `args` do not, and the other way
-            round.
+            uninterrupted one has shown that the bits do not depend on it) and in the number of loader workers (at most
+            the
+            module's). Each second training saves in the background if `args` do not, and the reverse.
         quiet: do not print the report.
 
     Returns:
-        What was found; `report.same` is the verdict, and `report.not_covered` says what was not tried. If something
+        The report. `report.same` is True if all bits agree, and `report.not_covered` lists untested cases. If something
         differs, both trainings are kept in `report.folder`.
 
     Raises:
-        ConfigurationError: an argument is wrong, the factory cannot be imported by a new process, the training saves
-            nothing before its end, or is private.
-        LaunchError: a process failed by itself or took too long; the message ends with what it printed.
+        ConfigurationError: an argument is wrong, a new process cannot import the factory, the training saves nothing
+            before
+            its end, or is private.
+        LaunchError: a process failed without a kill or took too long; the message ends with its output.
     """
     check_not_in_worker("verify_resume()")
     _check(args, kills, nproc, timeout_s)
@@ -105,7 +110,7 @@ def verify_resume(
 
 
 def _expand_auto(backend: str, nproc: int | None) -> str:
-    """`backend` as the processes of the training will read it."""
+    """`backend` as the processes of the training will expand it."""
     known = registered_backend(backend) is not None
     return backend if known else expand_auto(backend, joins=nproc is not None and nproc > 1)
 
@@ -115,16 +120,16 @@ def _joins_processes(backend: str) -> bool:
 
 
 def _placed(args: TrainerArguments, place: Path, async_save: bool) -> TrainerArguments:
-    """The same training, which keeps everything in `place`, and goes on from what lies there."""
+    """The arguments of the same training with all files in `place`, resuming from a checkpoint there."""
     return arguments_in(place, args, {"async_save": async_save}, resume="auto", writers=())
 
 
 def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
     if not isinstance(args, TrainerArguments):
-        raise ConfigurationError(f"verify_resume(args=...) was given a {type(args).__name__}. Write TrainerArguments.")
+        raise ConfigurationError(f"verify_resume(args=...) got a {type(args).__name__}. Write TrainerArguments.")
     if not hasattr(os, "killpg"):
         raise ConfigurationError(
-            "verify_resume kills process groups, which this system has not. Run it on Linux or macOS."
+            "verify_resume kills process groups, which this system lacks. Run it on Linux or macOS."
         )
     for name, value in (("kills", kills), ("nproc", 1 if nproc is None else nproc)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -139,14 +144,14 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
         )
     if not args.checkpointer_args.checkpoint:
         raise ConfigurationError(
-            "checkpointer_args has checkpoint=False: nothing is saved that a killed run could go on from. Write "
+            "checkpointer_args has checkpoint=False: nothing is saved from which a killed run could resume. Write "
             "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=...)."
         )
     settings = args.differential_privacy_args
     private = registered_backend(args.backend) is None and any(r.layer.private for r in parse_spec(args.backend))
     if private and (settings is None or settings.debug_seed is None):
         raise ConfigurationError(
-            f"backend {args.backend!r} draws its batches and its noise anew after a resume, and has to: a private "
+            f"backend {args.backend!r} draws new batches and new noise after a resume, and has to: a private "
             "run is never the same twice. To test its checkpoints, write debug_seed in "
             "differential_privacy_args, which makes the run NOT PRIVATE."
         )

@@ -126,7 +126,7 @@ def test_noise_is_calibrated_for_all_planned_steps() -> None:
         ("epsilon", "Write target_epsilon."),
         ("noise_multplier", "Write noise_multiplier."),
         ("max_physical_batch_size", "gpu_batch_size_limit"),
-        ("zzz", "There are accountant, allow_plan_change"),
+        ("zzz", "The arguments are accountant, allow_plan_change"),
     ],
 )
 def test_an_unknown_argument_is_answered_with_the_one_to_write(name: str, said: str) -> None:

@@ -210,7 +210,7 @@ def test_steps_after_the_checkpoint_that_were_lost_stay_spent(
     with caplog.at_level(logging.WARNING, "trainstack"):
         resumed.update_state(state)
     assert 25 <= resumed.steps <= 25 + 16
-    assert f"{resumed.steps - 5} private steps beyond the checkpoint are spent as well" in caplog.text
+    assert f"{resumed.steps - 5} private steps after the checkpoint are spent too" in caplog.text
 
 
 def test_a_clean_end_gives_the_block_back(ledger: SpendLedger, caplog: pytest.LogCaptureFixture) -> None:

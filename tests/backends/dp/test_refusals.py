@@ -229,5 +229,5 @@ def test_parameters_that_are_frozen_during_training_stop_it(tmp_path: Path) -> N
         def on_end_train_step(self, global_step: int) -> None:
             self.net[0].requires_grad_(False)
 
-    with pytest.raises(ts.PrivacyError, match="the parameters that are trained have changed"):
+    with pytest.raises(ts.PrivacyError, match="the trained parameters have changed"):
         ts.Trainer(Freezing(), private(tmp_path, promise(**NOISY))).train()

@@ -174,7 +174,7 @@ def test_a_write_of_records_under_vmap_ends_the_run_at_once(write: Callable[...,
         sums_of(tmp_path, Writing(0.5), grad_mode="bookkeeping")
     notes = " ".join(raised.value.__notes__)
     assert "global step 3" in notes
-    assert isinstance(raised.value, PrivacyError) or "each record by itself" in notes
+    assert isinstance(raised.value, PrivacyError) or "each record separately" in notes
 
 
 def test_a_queue_that_is_used_before_it_is_written_to_is_named(tmp_path: Any) -> None:

@@ -136,7 +136,7 @@ def test_no_epsilon_is_stated_where_none_holds(given: dict[str, Any], words: str
 def test_a_stack_without_privacy_guarantees_nothing() -> None:
     statement = no_guarantee("sp-amp")
     assert statement.text == (
-        "NOT PRIVATE: backend 'sp-amp' has no privacy layer, so no limit on what the weights reveal is known."
+        "NOT PRIVATE: backend 'sp-amp' has no privacy layer, so no limit of the leakage is known."
     )
     assert (statement.epsilon, statement.steps) == (None, 0)
     assert build_trainer_backend("sp-amp").privacy_statement() == statement

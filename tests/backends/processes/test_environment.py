@@ -129,7 +129,9 @@ def test_pods_have_no_local_rank() -> None:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_processes_of_one_machine_need_a_local_rank(rank: str) -> None:
-    with pytest.raises(ts.ConfigurationError, match=r"LOCAL_RANK is missing, and MASTER_ADDR=127.0.0.1 says.*0 where"):
+    with pytest.raises(
+        ts.ConfigurationError, match=r"LOCAL_RANK is missing, and MASTER_ADDR=127.0.0.1 means.*0 if each"
+    ):
         found(PODS, RANK=rank, MASTER_ADDR="127.0.0.1")
     with pytest.raises(ts.ConfigurationError, match="LOCAL_RANK is missing"):
         found(PODS, RANK=rank, LOCAL_WORLD_SIZE="2")
@@ -161,8 +163,8 @@ def test_a_missing_variable_is_named(name: str) -> None:
     ("changes", "sentence"),
     [
         ({"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4"),
-        ({"RANK": "-1"}, "RANK='-1' is no whole number"),
-        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is no whole number"),
+        ({"RANK": "-1"}, "RANK='-1' is not an integer"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not an integer"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
         ({"LOCAL_WORLD_SIZE": "5", "LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
@@ -233,7 +235,7 @@ def test_srun_with_a_terminal_is_one_process() -> None:
         ({"SLURM_LOCALID": "3"}, "SLURM_LOCALID is 3 and the tasks of this machine is 3"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID is 2"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 and SLURM_STEP_NUM_TASKS=7 contradict"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4,4"}, "STEP_TASKS_PER_NODE=4,4 .*does not add up"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,4"}, "STEP_TASKS_PER_NODE=4,4 .*has another sum"),
         ({"SLURM_STEP_TASKS_PER_NODE": "four"}, "'four' is neither '4' nor"),
         ({"SLURM_STEP_NODELIST": "gpu[8-"}, "Export MASTER_ADDR"),
         ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "SLURM_STEP_NODELIST is missing"),
@@ -347,7 +349,7 @@ def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> Non
 
 
 def test_explicit_arguments_against_a_launcher() -> None:
-    with pytest.raises(ts.ConfigurationError, match="the arguments say 3 where the launcher's RANK=0"):
+    with pytest.raises(ts.ConfigurationError, match="the arguments have 3, but the launcher set RANK=0"):
         detect_process_info({**TORCHRUN, "RANK": "0"}, said())
 
 
@@ -392,7 +394,7 @@ def test_how_to_launch_names_every_way() -> None:
 )
 def test_one_process_among_many_is_refused_under_each_launcher(environ: dict[str, str], size: int) -> None:
     with pytest.raises(
-        ts.ConfigurationError, match=rf"'sp' in a world of {size} processes: .*each is to train its own"
+        ts.ConfigurationError, match=rf"'sp' in a world of {size} processes: .*separate models are intended"
     ):
         ts.SingleProcess(environ=environ).open("cpu")
 
@@ -424,5 +426,5 @@ def test_a_process_that_trains_its_own_model_is_told_that_it_is_alone(
 
 
 def test_a_world_size_other_than_a_number_is_named() -> None:
-    with pytest.raises(ts.ConfigurationError, match="WORLD_SIZE='x' is no whole number"):
+    with pytest.raises(ts.ConfigurationError, match="WORLD_SIZE='x' is not an integer"):
         ts.SingleProcess(environ={"WORLD_SIZE": "x"}).open("cpu")

@@ -33,11 +33,11 @@ def test_values_of_all_sizes_reach_all_ranks_and_a_refused_one_ends_the_exchange
         assert (
             days.removeprefix("ModuleContractError: rank 1: ")
             .removeprefix("ModuleContractError: ")
-            .startswith("days: the value['day'][0] is a datetime.date, which processes do not send each other.")
+            .startswith("days: the value['day'][0] is a datetime.date, which has no encoding for other processes.")
         )
         assert days.startswith("ModuleContractError: rank 1: ") == (rank != 1)
         assert "a day: the value is a datetime.date" in day
-        assert numbers == "PeerError: numbers: the ranks do not sum up equally many numbers: [0, 50, 100]."
+        assert numbers == "PeerError: numbers: the ranks sum different amounts of numbers: [0, 50, 100]."
     assert ranks[0]["sums"] == ranks[1]["sums"] == ranks[2]["sums"], "the same bits"
     expected = [(1e16 + -1e16 + 1.0).hex(), (0.0 + 0.2 + 0.1).hex()]
     assert ranks[0]["sums"] == [expected] * 3, "rank 2 gives its numbers to rank 0, before 0 and 1 add up"
@@ -95,7 +95,7 @@ def test_outputs_that_are_dataclasses_and_named_tuples_reach_all_ranks() -> None
         assert got["answers"] == [["a", 1, kind]] * 3
         assert got["all"] == ["b"] * 3
         assert got["spans"] == [["Span", 1, 2]] * 10
-        assert "outputs['days'][0] is a datetime.date, which processes do not send each other" in got["refused"]
+        assert "outputs['days'][0] is a datetime.date, which has no encoding for other processes" in got["refused"]
         assert "allow_pickle" in got["refused"]
 
 

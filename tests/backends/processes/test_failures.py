@@ -48,7 +48,7 @@ def test_a_rank_that_is_ahead_is_told_of_a_failure_behind_it(culprit: int) -> No
 
     assert results[culprit]["error"] == "ZeroDivisionError: divides by zero"
     said = results[1 - culprit]["error"]
-    assert said.startswith(f"PeerError: rank {culprit} failed, so rank {1 - culprit} stops as well.")
+    assert said.startswith(f"PeerError: rank {culprit} failed, so rank {1 - culprit} stops too.")
     assert "divides by zero" in said
 
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed_is_missed_by_name() -> None:
     survivor, killed = run_world(2, failures.late, fresh=True, may_fail=True, how="killed")
 
     assert killed["exit"] == -9
-    assert survivor["error"].startswith("PeerError: rank 0 has lost touch with another process")
+    assert survivor["error"].startswith("PeerError: rank 0 has lost the connection to another process")
     last = r"rank 1: does not answer. Last known \d+ s ago: epoch 0, global step 3; train > train_epoch"
     assert re.search(last, survivor["error"])
     assert "memory runs out" in survivor["error"]
@@ -75,7 +75,7 @@ def test_a_time_out_says_which_rank_is_where(how: str, step: int, place: str) ->
     waiting, late = run_world(2, failures.late, fresh=True, how=how)
 
     said = waiting["error"].splitlines()
-    assert said[0].startswith("PeerError: rank 0 has lost touch with another process (Timed out waiting 3000ms")
+    assert said[0].startswith("PeerError: rank 0 has lost the connection to another process (Timed out waiting 3000ms")
     assert said[1].startswith("  rank 0: epoch ")
     assert said[2].startswith(f"  rank 1: epoch 0, global step {step}; train > train_epoch > ")
     assert place.format(file=failures.__file__) in said[2]
@@ -122,7 +122,7 @@ def test_in_an_adopted_group_no_rank_waits_for_one_that_fails_and_stays(how: str
     survivor, failed = run_world(2, failures.adopted_failure, fresh=True, how=how)
 
     assert failed["said"] == "ZeroDivisionError: rank one divides by zero"
-    assert survivor["said"].startswith("PeerError: rank 1 failed, so rank 0 stops as well.")
+    assert survivor["said"].startswith("PeerError: rank 1 failed, so rank 0 stops too.")
     assert "rank one divides by zero" in survivor["said"]
     assert survivor["seconds"] < SECONDS
     alone: Any = Classifier()

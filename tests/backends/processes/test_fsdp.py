@@ -74,7 +74,7 @@ def test_a_resume_on_the_same_ranks_has_the_same_bits(tmp_path: Path) -> None:
         ("hook", ["cannot shard model.0.weight: it has a hook on its gradient", "'ddp'"]),
         ("late hook", ["model.0.weight has a hook on its gradient", "on_end_backward"]),
         ("adds a parameter", ["'late' was added after backend 'fsdp' had sharded the module"]),
-        ("skips a unit", ["did not call 'model.2', which is a unit", "units=[]"]),
+        ("skips a unit", ["did not call 'model.2', which is a separate unit", "units=[]"]),
         ("unused", ["extra.weight, extra.bias took no part in the loss", "find_unused_parameters"]),
         ("returns a parameter", ["returns a parameter or a view of one", "clone()"]),
         ("unknown unit", ["no module has this name or class", "Sequential"]),

@@ -142,7 +142,7 @@ def test_cpu_offload_needs_an_accelerator_and_groups_for_host_memory(monkeypatch
     monkeypatch.setattr(fsdp.dist, "get_backend", lambda: "nccl")
     with pytest.raises(ConfigurationError, match=r"on the device 'cpu': parameters are in host memory already"):
         stack._check_offload(torch.device("cpu"))
-    with pytest.raises(ConfigurationError, match=r"Make it with backend='cpu:gloo,cuda:nccl'"):
+    with pytest.raises(ConfigurationError, match=r"Create it with backend='cpu:gloo,cuda:nccl'"):
         stack._check_offload(FakeWorld.device)
     config = "cpu:gloo,cuda:nccl"
     stack._check_offload(FakeWorld.device)

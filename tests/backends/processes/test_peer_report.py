@@ -27,7 +27,7 @@ def test_a_silent_host_is_named_once_with_its_ranks_and_before_other_explanation
     """H-6."""
     places = {rank: place("host6") for rank in range(2)} | {rank: place("host7", True, 17) for rank in range(2, 10)}
     said = missing_peers(0, TIMED_OUT, places).splitlines()
-    assert said[1] == ("  all 8 ranks of host7 are silent since 17 s (ranks 2-9). Last known: global step 3")
+    assert said[1] == ("  all 8 ranks of host7 are silent for 17 s (ranks 2-9). Last known: global step 3")
     assert said[2] == "  ranks 0, 1 on host6: global step 3"
     assert said[3] == "Each of these hosts is down, or the network between it and host6 is interrupted: host7."
     assert said[4].startswith("A process that does not answer has ended")
@@ -36,7 +36,7 @@ def test_a_silent_host_is_named_once_with_its_ranks_and_before_other_explanation
 
 def test_closed_connections_point_to_a_process_before_the_network() -> None:
     said = missing_peers(0, CLOSED, {0: place("a"), 1: place("b", True, 2)}).splitlines()
-    assert said[1] == "  rank 1, the only one of b, is silent since 2 s. Last known: global step 3"
+    assert said[1] == "  rank 1, the only one of b, is silent for 2 s. Last known: global step 3"
     assert said[3].startswith("A process that does not answer has ended")
     assert "network between it and a is interrupted" in said[4]
 
@@ -87,7 +87,7 @@ def test_the_traceback_is_printed_by_the_failed_rank_and_by_rank_0(monkeypatch: 
     error = failed()
     assert ranks[1].resolve_error(error) is error
     main, other = (str(ranks[rank].resolve_error(RuntimeError("/gloo/ closed"))) for rank in (0, 2))
-    assert main.startswith("rank 1 failed, so rank 0 stops as well. There, on ")
+    assert main.startswith("rank 1 failed, so rank 0 stops too. There, on ")
     assert "Traceback (most recent call last)" in main
     assert other.count("\n") == 0
     assert other.endswith(": ZeroDivisionError: divides by zero (its output has the traceback)")

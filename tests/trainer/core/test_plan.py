@@ -232,8 +232,8 @@ def test_the_plan_is_shown_when_training_starts(tmp_path: object, capsys: pytest
     ts.Trainer(Classifier(), arguments(tmp_path, writers=["stdout"], gpu_batch_size_limit=4)).train()
 
     shown = capsys.readouterr().out
-    assert "8 = 1 process x 2 micro-batches x 4" in shown
-    assert "41 (last step: 1)" in shown
+    assert "8 samples = 1 process x 2 micro-batches x 4" in shown
+    assert "6 per epoch (1 sample in the last)" in shown
 
 
 def test_processes_need_not_divide_a_batch_that_is_drawn() -> None:
@@ -246,6 +246,5 @@ def test_processes_need_not_divide_a_batch_that_is_drawn() -> None:
     assert (plan.steps_per_epoch, plan.total_steps) == (25, 50)
     assert plan.estimated_global_steps_per_epoch >= 25
     rows = dict(plan.rows())
-    drawn = "40 on average, a new random sample each step"
-    assert rows["global batch"] == f"{drawn}; 3 processes, micro-batches of at most 7"
-    assert "samples an epoch" not in rows, "samples of random size fill no epoch"
+    assert rows["batch"] == "40 on average, a new random sample each step; 3 processes, micro-batches of at most 7"
+    assert rows["steps"] == "25 per epoch, 50 in 2 epochs", "samples of random size fill no epoch"

@@ -223,3 +223,17 @@ def test_the_validation_batch_may_be_the_micro_batch(tmp_path: Path) -> None:
     trainer = train(Looks(numbers(10), validate=True), tmp_path, val_batch_size=None, gpu_batch_size_limit=4)
     assert seen == [4, 4, 2]
     assert trainer.val_step_batch_size == 4
+
+
+def test_a_validation_before_the_first_step_is_recorded_once(tmp_path: Path) -> None:
+    checkpoints = ts.DefaultCheckpointerArguments()
+    changes: dict[str, Any] = {"validate_at_start": True, "checkpointer_args": checkpoints, "resume": "auto"}
+    trainers = [train(Classifier(validate=True), tmp_path / "start", **changes)]
+    trainers += [train(Classifier(validate=True), tmp_path / "start", epochs=2, **changes)]
+    plain = train(Classifier(validate=True), tmp_path / "plain", epochs=2, checkpointer_args=checkpoints)
+
+    at_start = [record.step for record in trainers[0].history.records("val/loss")]
+    assert at_start == [0, trainers[0].state.global_step]
+    assert [record.step for record in trainers[1].history.records("val/loss")].count(0) == 1
+    states = [trainer.module.state_dict() for trainer in (trainers[1], plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])

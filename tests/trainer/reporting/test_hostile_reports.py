@@ -92,7 +92,7 @@ def test_nested_and_broken_files(text: str, tmp_path: Path, capsys: pytest.Captu
 
     assert main(["report", str(tmp_path)]) != 0
     said = capsys.readouterr().err
-    assert "is not what a run has written" in said
+    assert "is not the file of a run" in said
     assert len(said) < 600
 
 

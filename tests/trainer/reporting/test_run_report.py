@@ -57,7 +57,7 @@ class TestOneRun:
         text = report(tmp_path, backend="sp-bf16", checkpointer_args=SAVING, train_batch_size=4, gpu_batch_size_limit=2)
 
         assert "Classifier finished" in text
-        assert "4 = 1 process x 2 micro-batches x 2" in text
+        assert "samples 41 per epoch batch 4 samples = 1 process x 2 micro-batches x 2" in text
         assert "optimizer SGD: lr 0.1" in text
         assert " ".join(ts.explain("sp-bf16").split()) in text.replace("&gt;", ">").replace("&#x27;", "'")
         for title in ("loss", "gradient norm", "learning rate", "steps a second", "memory, GiB"):

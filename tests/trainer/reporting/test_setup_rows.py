@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +21,109 @@ Logs = pytest.LogCaptureFixture
 def plan_of(
     module: ts.ModuleInterface, path: Path, capsys: pytest.CaptureFixture[str], **changes: Any
 ) -> dict[str, str]:
-    train(module, path, writers=["stdout"], report=False, **changes)
-    table = capsys.readouterr().out.partition("epoch=1/")[0]
-    assert len(table.splitlines()) <= 14
-    return {line[:21].strip(): line[23:] for line in table.splitlines() if line[:21].strip()}
+    """The rows of the printed plan; a row of several lines has them in its value."""
+    train(module, path, **{"writers": ["stdout"], "report": False, **changes})
+    table = re.split(r"^(?:epoch|step)=", capsys.readouterr().out, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
+    assert len(table) <= 14
+    width = max(len(line) - len(line.partition("  ")[2].lstrip()) for line in table if line[0] != " ")
+    rows, label = dict[str, str](), ""
+    for line in table:
+        label = line[:width].strip() or label
+        rows[label] = f"{rows[label]}\n{line[width:]}" if label in rows else line[width:]
+    return rows
+
+
+PLAIN = {
+    "model": "Classifier, 83 parameters, all trainable",
+    "data": "16 samples per epoch, shuffled with seed 0",
+    "validation": "after each epoch",
+    "batch": "8 samples = 1 process x 1 micro-batch x 8",
+    "steps": "2 per epoch, 2 in 1 epoch",
+    "optimizer": "SGD lr 0.1",
+    "gradients": "clipped to norm 1.0 (clip_grads=False for none)",
+    "backend": "sp on cpu",
+}
 
 
 def test_the_plan_names_what_decides_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = plan_of(Classifier(numbers(16), validate=True), tmp_path, capsys)
-    assert rows == {
-        "backend": "sp on cpu",
-        "stack": "sp: runs the module in this process, on one device",
-        "global batch": "8 = 1 process x 1 micro-batch x 8",
-        "samples an epoch": "16 (last step: 8)",
-        "global steps an epoch": "2",
-        "global steps in all": "2 in 1 epoch",
-        "order": "shuffled with seed 0",
-        "gradients": "clipped to norm 1.0 (clip_grads=False for none)",
-        "optimizer": "SGD lr 0.1",
-        "parameters": "83 train",
-    }
+    assert plan_of(Classifier(numbers(16), validate=True), tmp_path, capsys) == PLAIN
 
 
-class Odd(Classifier):
-    """In data set order, with a frozen layer, one in no optimizer, a warm-up, and no data to validate on."""
+class Sequential(Classifier):
+    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+        return DataLoader(self.dataset, batch_size)
 
+
+class NoValidationData(Classifier):
     get_val_dataloaders = ts.ModuleInterface.get_val_dataloaders
+
+
+MISTAKES: list[tuple[str, type[Classifier], dict[str, Any], dict[str, str]]] = [
+    (
+        "no sampler",
+        Sequential,
+        {},
+        {"data": "16 samples per epoch, in data set order (sampler=sampler(dataset) to shuffle)"},
+    ),
+    (
+        "the default batch size",
+        Classifier,
+        {"train_batch_size": 1},
+        {"batch": "1 sample = 1 process x 1 micro-batch x 1", "steps": "16 per epoch, 16 in 1 epoch"},
+    ),
+    (
+        "val_step without data",
+        NoValidationData,
+        {},
+        {
+            "model": "NoValidationData, 83 parameters, all trainable",
+            "validation": "none: get_val_dataloaders is not defined",
+        },
+    ),
+    (
+        "a prime batch size",
+        Classifier,
+        {"train_batch_size": 13, "gpu_batch_size_limit": 4},
+        {
+            "batch": "13 samples = 1 process x 4 micro-batches x 4, the last of 1",
+            "steps": "2 per epoch (3 samples in the last), 2 in 1 epoch",
+        },
+    ),
+    ("another folder", Classifier, {"writers": ["stdout", "csv"]}, {"output": "rnus/one"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "expected"), [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES]
+)
+def test_the_plan_shows_a_mistake(
+    made: Any,
+    changes: Any,
+    expected: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = {"model": f"{made.__name__}, 83 parameters, all trainable"}
+    rows = plan_of(made(numbers(16), validate=True), Path("rnus/one"), capsys, **changes)
+    assert rows == {**PLAIN, **own, **expected}
+
+
+class Odd(NoValidationData):
+    """In data set order, with a frozen layer, one in no optimizer, and a warm-up."""
+
+    get_train_dataloader = Sequential.get_train_dataloader
 
     def __init__(self) -> None:
         super().__init__(numbers(16))
         self.frozen, self.alone = nn.Linear(2, 2).requires_grad_(False), nn.Linear(3, 3)
 
-    def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
-        return DataLoader(self.dataset, batch_size)
-
     def get_optimizers_schedulers(self, *_: Any) -> Any:
         groups: list[Any] = [{"params": [self.net[0].weight], "lr": 1e-4}, {"params": [self.net[0].bias]}]
         optimizers = [torch.optim.SGD(groups, lr=1.0), torch.optim.AdamW(self.net[3].parameters(), lr=0.01)]
-        return optimizers, [torch.optim.lr_scheduler.LambdaLR(one, lambda step: step / 8) for one in optimizers]
+        first, second = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: step / 8) for one in optimizers]
+        return optimizers, [first, ts.SchedulerConfig(second, interval="epoch", frequency=2)]
 
 
 @pytest.mark.parametrize(
@@ -72,24 +138,67 @@ def test_the_plan_names_what_is_unusual(
     changes: Any, gradients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = plan_of(Odd(), tmp_path, capsys, **changes)
-    assert rows["order"] == "in data set order (sampler=sampler(dataset) to shuffle)"
-    assert rows["optimizer"] == "SGD lr 0.0001 to 1"
-    assert rows["parameters"] == "83 train, 6 are frozen, 12 are in no optimizer"
+    assert rows["data"] == "16 samples per epoch, in data set order (sampler=sampler(dataset) to shuffle)"
+    assert rows["optimizer"] == (
+        "SGD lr 0.0001 to 1, LambdaLR after each step\nAdamW lr 0.01, weight_decay 0.01, LambdaLR after each 2 epochs"
+    )
+    assert rows["model"] == "Odd, 101 parameters, 83 trainable, 6 frozen, 12 in no optimizer"
     assert rows["validation"] == "none: get_val_dataloaders is not defined"
     assert rows["gradients"] == gradients
+
+
+class ManyOptimizers(Classifier):
+    def get_optimizers_schedulers(self, *_: Any) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()], None
+
+
+def test_the_plan_names_at_most_three_lines_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = plan_of(ManyOptimizers(numbers(16)), tmp_path, capsys)
+    assert rows["optimizer"] == "SGD lr 0.1\nSGD lr 0.1\nand 2 more"
+
+
+def supervised(**changes: Any) -> ts.SupervisedModule:
+    data = numbers(16)
+    return ts.SupervisedModule(nn.Linear(6, 3), nn.CrossEntropyLoss(), "sgd", data, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "expected"),
+    [
+        ({}, {}, "none: there is no val_dataset"),
+        ({"val_dataset": numbers(12)}, {}, "12 samples, after each epoch"),
+        (
+            {"val_dataset": {"a": numbers(12), "b": numbers(1500)}},
+            {"validate_every": -2},
+            "1,512 samples, after each 2 epochs",
+        ),
+        ({"val_dataset": numbers(12)}, {"validate_every": 2}, "12 samples, after each 2 steps"),
+        ({"val_dataset": numbers(12)}, {"validate_every": 0}, "none: validate_every=0"),
+        (
+            {"val_dataset": numbers(12)},
+            {"validate_every": lambda trainer: False},
+            "when validate_every(trainer) is true",
+        ),
+    ],
+)
+def test_the_plan_names_the_validation(
+    given: Any, changes: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_of(supervised(**given), tmp_path, capsys, **changes)["validation"] == expected
 
 
 @pytest.mark.parametrize("backend", stacks_that_run_here())
 def test_the_plan_of_every_stack_has_the_rows(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = plan_of(Classifier(numbers(16)), tmp_path, capsys, backend=backend)
-    assert {"order", "gradients", "optimizer", "parameters"} <= rows.keys()
+    assert rows["backend"] == f"{backend} on cpu"
+    assert PLAIN.keys() <= rows.keys()
     if "dp" in backend.split("-"):
-        assert (rows["order"], rows["gradients"]) == (
+        assert (rows["data"], rows["gradients"]) == (
             "each step draws its samples at random",
             "limited by the layer dp",
         )
     else:
-        assert rows["parameters"] == "83 train"
+        assert rows["model"] == "Classifier, 83 parameters, all trainable"
 
 
 def test_one_sample_an_update_is_worth_a_word_in_a_long_epoch(tmp_path: Path, caplog: Logs) -> None:
@@ -99,7 +208,7 @@ def test_one_sample_an_update_is_worth_a_word_in_a_long_epoch(tmp_path: Path, ca
         assert ("train_batch_size=1: each update uses one sample, which makes 1001 global steps" in caplog.text) is told
 
 
-# --- gradients that are clipped away (N-7)
+# --- gradients that are clipped away
 
 
 def regression(scale: float, samples: int = 160) -> ts.SupervisedModule:
@@ -144,7 +253,7 @@ def test_a_resumed_run_does_not_say_it_again(tmp_path: Path, caplog: Logs) -> No
     assert "clipped to norm" not in caplog.text
 
 
-# --- the rate of a log point (L-M6)
+# --- the rate of a log point
 
 
 class Changes(ts.Callback):
@@ -188,7 +297,7 @@ def test_a_private_run_says_how_samples_are_drawn_and_that_each_counts_once(
         Tokens(numbers(29)), tmp_path, writers=["stdout"], backend="sp-dp", differential_privacy_args=promise, epochs=2
     )
     table = " ".join(capsys.readouterr().out.split())
-    assert "global batch 8 on average, a new random sample each step" in table
-    assert "last step" not in table
+    assert "batch 8 on average, a new random sample each step" in table
+    assert "in the last" not in table
     said = [record.message for record in caplog.records if "batch_weight is not used" in record.message]
     assert said == [one for one in said[:1] if "each sample counts once" in one] != []

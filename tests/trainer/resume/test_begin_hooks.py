@@ -30,6 +30,7 @@ def test_a_call_that_begins_something_acts_once(place: str, act: str, again: boo
     assert len({tuple(sorted(batch)) for _, batch in unbroken.samples}) == 12
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("place", ["hook", "loader", "epoch_begin"])
 @pytest.mark.distributed
 def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_the_run_continues_when_the
             train(made(), tmp_path, checkpointer_args=args)
     said = str(raised.value)
     assert f"{NEWEST} could not be written: [Errno {errno.ENOSPC}] No space left on device" in said
-    assert "Earlier checkpoints are intact. Free space or mend the directory, or set save_dir to another one." in said
+    assert "Earlier checkpoints are intact. Free space or repair the directory, or set save_dir to another one." in said
     assert steps_saved(tmp_path) == [3]
 
     resumed = train(made(), tmp_path, checkpointer_args=args, resume="auto")

@@ -166,7 +166,7 @@ def test_the_runs_own_export_leaves_them_out_and_an_export_by_call_does_not(tmp_
 
     assert not BODY & ts.read_model(export).keys()
     assert ts.read_model(tmp_path / "all").keys() >= BODY
-    assert "2 frozen tensors are left out" in text
+    assert "2 frozen tensors are omitted" in text
     assert "load_state_dict(weights, strict=False)" in text
 
 

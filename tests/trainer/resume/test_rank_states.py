@@ -150,7 +150,7 @@ class Unstorable(Classifier):
 
 def test_a_state_that_cannot_be_stored_is_found_before_the_first_step(tmp_path: Path) -> None:
     module = Unstorable()
-    with pytest.raises(ts.UnsupportedStateError, match=r"module\.loss holds a torch\.nn\.modules\.loss\.MSELoss"):
+    with pytest.raises(ts.UnsupportedStateError, match=r"module\.loss contains a torch\.nn\.modules\.loss\.MSELoss"):
         ts.Trainer(module, arguments(tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())).train()
     assert module.steps == 0
     ts.Trainer(module, arguments(tmp_path / "unsaved")).train()

@@ -180,11 +180,11 @@ class TestWarmStart:
         assert trainer.warm_start_report is not None
         assert trainer.warm_start_report.missing == ("extra.weight", "extra.bias")
         assert torch.equal(module.net[3].weight, earlier.module.net[3].weight)
-        assert f"loaded 4 tensors from {export}; 2 missing there stay as they were built: extra.weight" in caplog.text
+        assert f"loaded 4 tensors from {export}; 2 missing there keep their initial values: extra.weight" in caplog.text
 
     def test_strict(self, tmp_path: Path) -> None:
         path = ts.export_model({"net.0.bias": torch.zeros(8)}, tmp_path / "part")
-        with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier in everything.*net\.0\.weight"):
+        with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier completely.*net\.0\.weight"):
             train(Classifier(), tmp_path, init_weights_from=path, init_weights_strict=True)
 
     def test_a_resumed_checkpoint_wins(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -66,5 +66,5 @@ def test_a_rank_that_is_killed_in_a_save_is_missed_in_time(tmp_path: Path) -> No
         may_fail=True,
     )
     assert main["exit"] == -9
-    assert other["error"].startswith("PeerError: rank 1 has lost touch with another process")
+    assert other["error"].startswith("PeerError: rank 1 has lost the connection to another process")
     assert other["seconds"] < 3 + 5 + 7 + 60

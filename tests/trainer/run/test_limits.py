@@ -211,4 +211,4 @@ def test_the_plan_says_how_long_the_run_is() -> None:
     plan = TrainingPlan.make(train_batch_size=8, gpu_batch_size_limit=8, dataset_length=41, max_steps=15)
     assert (plan.epochs, plan.total_steps, plan.estimated_global_steps_per_epoch) == (3, 15, 7)
     assert plan.rest(2, 12).total_steps == 3
-    assert ("global steps in all", "15 in 3 epochs") in plan.rows()
+    assert ("steps", "6 per epoch (1 sample in the last), 15 in 3 epochs") in plan.rows()

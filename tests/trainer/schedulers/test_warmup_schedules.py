@@ -221,3 +221,38 @@ def test_torch_s_own_are_known_by_the_names_of_their_classes(tmp_path: Path) -> 
     train(module, tmp_path, epochs=2)
 
     assert module.rates == [1.0] * 6 + [0.5] * 6
+
+
+def test_by_step_sets_each_rate_as_the_function_gives_it() -> None:
+    rates = [0.3, 1 / 3, 0.1 + 1e-17, 0.7, 0.9]
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (0.1, 0.7)]
+    sgd = torch.optim.SGD(groups)
+    scheduler, found = schedulers.by_step(sgd, rates.__getitem__), []
+    for _ in rates[1:]:
+        found.append([group["lr"] for group in sgd.param_groups])
+        sgd.step()
+        scheduler.step()
+    assert found == [[rate, rate] for rate in rates[:-1]]
+
+    again = schedulers.by_step(torch.optim.SGD(groups), rates.__getitem__)
+    again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    assert again.get_last_lr() == [0.9, 0.9]
+    assert again.last_epoch == 4
+
+
+def test_a_resumed_run_continues_by_step(tmp_path: Path) -> None:
+    class Falling(Classifier):
+        def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):  # type: ignore[no-untyped-def]
+            sgd = torch.optim.SGD(self.parameters(), lr=1.0)
+            return sgd, schedulers.by_step(sgd, lambda step: 0.3 / (step + 1))
+
+    def weights(epochs: list[int], folder: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        for number, count in enumerate(epochs):
+            module = Falling()
+            keep = ts.DefaultCheckpointerArguments()
+            train(module, tmp_path / folder, epochs=count, resume=number > 0, checkpointer_args=keep)
+        return [tensor.clone() for tensor in module.state_dict().values()]
+
+    whole, resumed = weights([2], "whole"), weights([1, 2], "resumed")
+    assert all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True))

@@ -108,4 +108,4 @@ def test_training_continues_without_a_slow_writer_that_fails(tmp_path: Path, cap
     said = [r.message for r in caplog.records if "no network" in r.message]
     assert len(said) == 1
     assert "Slow" in said[0]
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]

@@ -343,6 +343,15 @@ def test_a_display_falls_silent_when_its_terminal_is_gone(kind: str, error: Exce
 @pytest.mark.spec("FN-26")
 def test_auto_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
+    for build, display_class in (
+        ("", RichProgress),
+        ("false", RichProgress),
+        ("1", PlainProgress),
+        ("true", PlainProgress),
+    ):
+        monkeypatch.setenv("CI", build)
+        assert isinstance(build_progress("auto", Terminal()), display_class)
+    monkeypatch.delenv("CI")
     assert isinstance(build_progress("auto", Terminal()), RichProgress)
     assert isinstance(build_progress("auto", io.StringIO()), PlainProgress)
     closed = Terminal()

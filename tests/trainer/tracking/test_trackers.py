@@ -209,7 +209,7 @@ def test_a_run_that_cannot_be_continued_says_which_file_to_delete(
     with pytest.raises(LookupError) as caught:
         put(TrackioWriter(), tmp_path, [], resume_step=1)
     (note,) = caught.value.__notes__  # type: ignore[attr-defined]
-    assert note.startswith("this would have gone on with run 'gone'; delete ")
+    assert note.startswith("this would have continued run 'gone'; delete ")
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "ma', "[]", "{}", '{"run": null}', "\udcff"])
@@ -219,7 +219,7 @@ def test_a_torn_note_of_the_run_is_said_and_a_new_run_begins(
     file = tmp_path / "wandb-run.json"
     file.write_text(content, errors="surrogateescape")
     assert put(WandbWriter(), tmp_path, FIRST, resume_step=1) == "made-0"
-    assert caplog.messages == [f"{file} does not say which run to go on with: a new run begins there."]
+    assert caplog.messages == [f"{file} does not say which run to continue: a new run begins there."]
     assert put(WandbWriter(), tmp_path, SECOND, resume_step=20) == "made-0"
     assert wandb_runs[1].options["resume"] == "allow"
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from trainstack._keywords import SuggestsNames
+from trainstack._keywords import SuggestsNames, explain_frozen
 from trainstack.backends.dp.accounting import (
     ACCOUNTANTS,
     calibrate_noise,
@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+@explain_frozen
 @dataclass(frozen=True, kw_only=True)
 class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     """The clipping, the noise and the budget of a private run. All of it is public.
@@ -85,7 +86,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is wrong, or two contradict each other.
     """
 
-    ALIASES: ClassVar = {
+    ALIASES: ClassVar[dict[str, str]] = {
         "epsilon": "target_epsilon",
         "target_delta": "delta",
         "max_grad_norm": "per_sample_max_grad_norm",
@@ -212,8 +213,8 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
     for norm in norms if several else (norms,):  # type: ignore[union-attr]
         if isinstance(norm, bool) or not isinstance(norm, int | float) or not (norm > 0 and math.isfinite(norm)):
             raise ConfigurationError(
-                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer: what a single "
-                "record may add is what the noise has to hide."
+                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer. It limits "
+                "the part of a single record, which the noise has to hide."
             )
     if several and (args.clipping != "per_layer" or not norms):
         raise ConfigurationError(

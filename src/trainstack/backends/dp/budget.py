@@ -428,7 +428,7 @@ class Accountant:
         if not state or not {"run", "plan", "history", "overrides"} <= state.keys():
             raise CheckpointMismatchError(
                 "The checkpoint does not have the steps that were spent, so their epsilon is unknown. Resume from one "
-                "that a private run has written, or begin afresh with the model alone if it never saw private data."
+                "of a private run, or start a new run with the model alone if it never saw private data."
             )
         earlier, now = state["plan"], {name: getattr(self.plan, name) for name in _FIXED}
         changed = [
@@ -458,8 +458,8 @@ class Accountant:
         lost = _total(self._own) - _total(history)
         if lost:
             _log.warning(
-                "%d private steps beyond the checkpoint are spent as well: the ledger has them, from a run that was "
-                "cut short or from another one that went on from this run",
+                "%d private steps after the checkpoint are spent too: the ledger has them, from a run that was "
+                "interrupted or from another one that was resumed from this run",
                 lost,
             )
 
@@ -498,7 +498,7 @@ class Accountant:
             place = saved.get("address", "in the folder of the run")
             raise PrivacyLedgerError(
                 f"The privacy ledger {ledger.path} {what}, so it cannot know how many came after it. Copy the ledger "
-                f"file of the run to there, in its latest state (it was {place}); for a branch beside the first run "
+                f"file of the run to there, in its latest state (it was {place}); for a second branch of the run "
                 "write ledger=... with the path of that ledger, so that both charge it; or write on_unsafe='report' "
                 "and go on without a guarantee."
             )

@@ -127,8 +127,8 @@ def _about_shapes_and_dtypes(work: Workload, names: Mapping[int, str]) -> Iterat
         which = _format_names(names.get(id(p), "?") for p in coarse)
         dtypes = _format_names({str(p.dtype) for p in coarse})
         yield (
-            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; half precision is "
-            "what backend='sp-dp-bf16' is for."
+            f"{which}: {dtypes} is too coarse for clipping and noise. Keep parameters in float32; for half "
+            "precision write backend='sp-dp-bf16'."
         )
 
 
@@ -261,8 +261,8 @@ def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) 
     limit = min((norm for norm in norms if norm > 0), default=0.0) / 100
     if limit == 0.0:
         yield (
-            "no record has a gradient by itself: the loss is nan or inf, or it only compares records with each other. "
-            "Write a loss that is a mean over the records, each of which counts by itself."
+            "no record has a gradient alone: the loss is nan or inf, or it only compares records with each other. "
+            "Write a loss that is a mean of one value for each record."
         )
         return
     whole = sum_of(index, limit)
@@ -278,7 +278,7 @@ def _problems(sum_of: partial[Tensor], in_full: partial[Tensor], index: Tensor) 
     apart = float((in_full(index, _NO_LIMIT) - alone).norm()) / math.hypot(*norms)
     if apart > TOLERANCE:
         yield (
-            f"records have other gradients together than each by itself (their sum differs by {apart:.3f} times its "
+            f"records have other gradients together than alone (their sum differs by {apart:.3f} times its "
             f"size), so clipping does not bound the influence of one. {_INSTEAD}"
         )
 

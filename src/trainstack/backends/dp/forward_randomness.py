@@ -32,7 +32,7 @@ from trainstack.backends.random_streams import RandomStreams, device_generators,
 from trainstack.errors import PrivacyError
 
 _INSTEAD = (
-    "Whoever knows the seed knows each mask, and if a record is left out, all records after it get other masks: "
+    "The seed determines each mask, and if a record is removed, all records after it get other masks: "
     "clipping then does not bound its influence. Remove the seed; debug_seed in DifferentialPrivacyArguments makes "
     "a run repeatable for tests."
 )

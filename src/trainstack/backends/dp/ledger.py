@@ -298,8 +298,8 @@ class SpendLedger:
         """
         if not _is_budget(epsilon, delta):
             raise ConfigurationError(
-                f"epsilon={epsilon:g} and delta={delta:g} are no budget of a ledger: write an epsilon above 0 and a "
-                "delta between 0 and 1, smaller than 1 / (number of records)."
+                f"epsilon={epsilon:g} and delta={delta:g} cannot be a budget of a ledger: write an epsilon above 0 and "
+                "a delta between 0 and 1, smaller than 1 / (number of records)."
             )
         self._append(lambda: [{"budget": [epsilon, delta]}])
 

@@ -34,7 +34,7 @@ _FORMAT = 2
 """Of the layer's state. States without one are of versions that stored states of generators."""
 
 _ALONE = (
-    "train_step runs on each record by itself, mostly under torch.func.vmap. Tensors of one call cannot be kept for "
+    "train_step runs on each record separately, mostly under torch.func.vmap. Tensors of one call cannot be kept for "
     "another, in buffers, attributes or lists."
 )
 
@@ -247,9 +247,9 @@ class Mechanism:
         mine = {id(p) for p in self.mode.trained}
         if any({id(p) for p in ps if p.requires_grad} != mine for ps in (work.optimized_params, work.parameters)):
             raise PrivacyError(
-                "the parameters that are trained have changed since training was made ready, so their gradients are "
-                "not those that are clipped. Freeze and unfreeze before the Trainer runs, or train each phase with a "
-                "Trainer of its own."
+                "the trained parameters have changed since the training was prepared, so other gradients are clipped "
+                "than the optimizers use. Freeze and unfreeze before the Trainer runs, or train each phase with a "
+                "separate Trainer."
             )
 
     def get_state(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Randomness(ABC):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PrivacyError(
-            "a private run was copied or pickled: two runs with the same noise reveal what it hides. Save a "
+            "a private run was copied or pickled: two runs with the same noise reveal the data that it hides. Save a "
             "checkpoint, and make a separate Trainer for each run."
         )
 
@@ -97,7 +97,7 @@ class SeededRandomness(Randomness):
         if os.getpid() != self._process:
             raise PrivacyError(
                 "a private run continues in a forked process: it would have the same noise as its parent, and two runs "
-                "with the same noise reveal what it hides. Make the Trainer in the process that trains."
+                "with the same noise reveal the data that it hides. Make the Trainer in the process that trains."
             )
 
 

@@ -176,5 +176,5 @@ def _agree_on(comm: Communicator, work: Workload, plan: PrivacyPlan, args: Diffe
 
 
 def _refusal(*reasons: str) -> PrivacyError:
-    head = "private training is refused, for what it promises would not hold:"
+    head = "private training is refused, because its guarantee would not hold:"
     return PrivacyError("\n".join([head, *(f"- {reason}" for reason in reasons)]))

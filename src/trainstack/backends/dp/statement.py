@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainstack.backends.dp.budget import Accountant
     from trainstack.backends.dp.ledger import SpendLedger
 
-COVERED = ("the weights after every step, all of them together, and whatever is computed from them",)
+COVERED = ("the weights after every step, all of them together, and everything that is computed from them",)
 _OF_PLAN = ("expected_batch_size", "dataset_size", "planned_steps", "max_epsilon")
 SEEDED = "whoever knows debug_seed knows which items were sampled and what the noise was"
 EXPOSED = "hooks and events were given records and outputs of training (expose_records=True)"
@@ -239,8 +239,8 @@ def _randomness(args: DifferentialPrivacyArguments) -> str:
             "generators that it seeds; no random state is in a file"
         )
     return (
-        "generators seeded by the operating system, for masks, noise, train_step and data sets, whatever seeds the "
-        "script sets; no random state is in a file"
+        "generators seeded by the operating system, for masks, noise, train_step and data sets, independent of seeds "
+        "that the script sets; no random state is in a file"
     )
 
 

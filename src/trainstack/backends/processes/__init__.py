@@ -1,1 +1,1 @@
-"""Processes that train together: environment, rendezvous, collectives, watchdog."""
+"""Processes that train together: launcher environment, rendezvous, collectives, watchdog."""

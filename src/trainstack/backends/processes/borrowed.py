@@ -1,4 +1,4 @@
-"""`Borrowed`, the micro-batch of a rank that has none."""
+"""`Borrowed`, the micro-batch of a rank that has no samples for it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 class Borrowed:
     """A micro-batch that a rank runs with weight 0, so that all ranks run the same passes.
 
-    A rank borrows samples that another rank trains on where it has fewer micro-batches in a step. Its forward and
-    backward pass join the collectives of the others, and add nothing to gradients, logs and outputs.
+    If a rank has fewer micro-batches in a step than others, it borrows samples that another rank trains on. Its forward
+    and backward pass join the collectives of the others, and add nothing to gradients, logs and outputs.
 
     Args:
         batch: a collated batch.
-        begin: called right before the module sees it, after a layer has shared buffers.
+        begin: called directly before the module gets the batch, after a layer has broadcast buffers.
     """
 
     batch: Any
@@ -25,6 +25,6 @@ class Borrowed:
         self.batch, self.begin = batch, begin
 
     def open(self) -> Any:
-        """The batch; the module is called with it now."""
+        """The batch, immediately before the module is called with it."""
         self.begin()
         return self.batch

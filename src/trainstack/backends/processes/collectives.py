@@ -1,4 +1,4 @@
-"""`all_gather_with_grad` for losses over the samples of all ranks."""
+"""`all_gather_with_grad`, for losses over the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TrainingPass:
     """The context of a forward and a backward pass in training, in which all ranks call the same collectives.
 
     Args:
-        group: sums gradients.
-        inner: another context, inside this one.
+        group: the process group of the gradients.
+        inner: another context, which is entered inside this one.
 
     Attributes:
         borrowed: whether the micro-batch is borrowed.
@@ -46,18 +46,18 @@ class TrainingPass:
         self._inner.__exit__(*raised)
 
 
-# Not a ContextVar: on accelerators autograd runs in its own threads, where checkpointed parts run forward again.
+# Not a ContextVar: on accelerators autograd runs in separate threads, where checkpointed parts run forward again.
 _current: TrainingPass | None = None
 
 
 def training_pass() -> TrainingPass | None:
-    """The pass under way in this process; None outside of training."""
+    """The current pass in this process; None outside of training."""
     return _current
 
 
 @contextmanager
 def no_training_pass() -> Iterator[None]:
-    """A block of evaluation, perhaps within a step."""
+    """A block of evaluation, perhaps inside a training step."""
     global _current
     before, _current = _current, None
     try:
@@ -69,28 +69,29 @@ def no_training_pass() -> Iterator[None]:
 def all_gather_with_grad(tensor: Tensor) -> tuple[Tensor, int]:
     """The rows of all ranks, for a loss over pairs such as a contrastive loss. Call it in `train_step`, on all ranks.
 
-    Gradients flow to the rows of all ranks, second derivatives too. With a loss that is a mean over the own rows, the
-    gradient is that of one process on the whole batch. A rank without samples adds no rows: see `Borrowed`. In one
-    process and in evaluation, where a batch is evaluated by one rank, the result is `tensor` itself.
+    Gradients flow to the rows of all ranks; so do second derivatives. If the loss is a mean over this rank's rows, the
+    gradient equals that of one process on the whole batch. A rank without samples adds no rows: see `Borrowed`. In one
+    process, and in evaluation, where one rank evaluates a whole batch, the result is `tensor` itself.
 
     Args:
         tensor: of shape `(rows, ...)`. Ranks may have different numbers of rows, of one shape and dtype.
 
     Returns:
-        All rows in the order of the ranks, of shape `(all rows, ...)`, and the place of this rank's first row in them.
+        All rows in the order of the ranks, of shape `(all rows, ...)`, and the index of this rank's first row in them.
 
     Raises:
-        ModuleContractError: `tensor` has no rows to join, or the rows of ranks differ in shape or dtype; on all ranks.
+        ModuleContractError: `tensor` has no dimension of rows, or ranks have rows of different shapes or dtypes; on all
+            ranks.
     """
     if not tensor.dim():
-        raise ModuleContractError("all_gather_with_grad was given a 0-dim tensor. Give it shape (rows, ...).")
+        raise ModuleContractError("all_gather_with_grad got a 0-dim tensor. Give it the shape (rows, ...).")
     current = _current
     if current is None or current.group is None or dist.get_world_size(current.group) == 1:
         return (tensor if torch.is_grad_enabled() else tensor.detach()), 0
     own = tensor[:0] if current.borrowed else tensor
     counts = _row_counts(own, current.group)
     rows: Tensor = _AllGather.apply(own, counts, current)  # type: ignore[no-untyped-call]
-    if current.borrowed:  # so that the rows that the loss compares with are there
+    if current.borrowed:  # a borrowed batch is not part of `rows`, but the loss indexes its rows
         return torch.cat([rows, tensor]), len(rows)
     return rows, sum(counts[: dist.get_rank(current.group)])
 
@@ -132,12 +133,12 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums gradients over the ranks, and their gradients. A pass that counts nothing adds zeros."""
+    """Sums gradients over the ranks, and gradients of these in its backward pass. A pass of weight 0 adds zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, current: TrainingPass) -> Tensor:
         ctx.current = current
-        # A loss that counts nothing may have a derivative of inf, and 0 times inf would reach the other ranks as nan.
+        # The loss of a pass of weight 0 may have a derivative of inf, and 0 * inf would reach the other ranks as nan.
         summed = tensor.contiguous().clone() if current.counts else tensor.new_zeros(tensor.shape)
         dist.all_reduce(summed, group=current.group)
         return summed

@@ -27,14 +27,14 @@ from trainstack.errors import ModuleContractError, PeerError
 
 
 class Communicator:
-    """Talking to oneself: what a single process uses.
+    """The exchange of values between ranks, here for a single process.
 
-    The methods that exchange values take `what`, which names the exchange to the user: "trainer.gather", "saving a
-    checkpoint". Ranks compare these names, and raise PeerError where they differ. The default is the calling function.
+    The methods that exchange values take `what`, the name of the exchange for the user: "trainer.gather", "saving a
+    checkpoint". Ranks compare these names, and raise PeerError if they differ. The default is the calling function.
 
     Attributes:
-        rank, size: this process's place among those that talk.
-        aborted: whether a failure of another rank has broken the collectives of this one.
+        rank, size: the rank of this process and the number of ranks.
+        aborted: whether the collectives of this rank were aborted because another rank failed.
     """
 
     rank = 0
@@ -42,10 +42,10 @@ class Communicator:
     aborted = False
 
     def raise_if_aborted(self) -> None:
-        """Raise if the collectives of this rank were broken: gradients may not have been summed. Reads no device.
+        """Raise if the collectives of this rank were aborted: gradients may not have been summed. Reads no device.
 
         Raises:
-            RuntimeError: they were. `fail_together` raises what the failed rank has left in its place.
+            RuntimeError: they were aborted. `fail_together` replaces it by the error of the failed rank.
         """
         if self.aborted:
             raise RuntimeError("the collectives of this rank were aborted because another rank has failed")
@@ -53,79 +53,79 @@ class Communicator:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         """The value of every process, by rank, on every process.
 
-        A value is made of None, numbers, strings, bytes, tensors, numpy arrays, paths, dataclasses, named tuples and
-        the usual containers. Tensors come back on the CPU.
+        A value consists of None, numbers, strings, bytes, tensors, numpy arrays, paths, dataclasses, named tuples and
+        the usual containers. Tensors are returned on the CPU.
 
         Raises:
-            ModuleContractError: the value of a process holds something else; on all of them.
-            PeerError: the processes are not in the same exchange; on all of them.
+            ModuleContractError: the value of a process contains another object; on all processes.
+            PeerError: the processes are not in the same exchange; on all processes.
         """
         return [value]
 
     def gather_to_main(self, value: Any, what: str = "") -> list[Any]:
-        """As `gather`, on rank 0; the others get their own value alone."""
+        """Like `gather` on rank 0; the others get only their own value."""
         return [value]
 
     def sum(self, values: Sequence[float], what: str = "") -> list[float]:
-        """Each of `values` summed over the processes, in float64: the same bits on all of them.
+        """Each of `values` summed over the processes, in float64, with the same bits on all of them.
 
-        Sums of whole numbers are exact. Others are added two by two, in an order that depends on the number of ranks.
+        Sums of integers are exact. Other values are added in pairs, in an order that depends on the number of ranks.
         """
         return list(values)
 
     def merge_tensors(self, tensors: Sequence[Tensor], kinds: Sequence[str], what: str = "") -> list[Tensor]:
-        """Each of `tensors`, on the CPU, merged over the processes by "sum", "max" or "min": the same bits on all."""
+        """`tensors`, on the CPU, each merged over the processes by "sum", "max" or "min"; the same bits on all."""
         return list(tensors)
 
     def broadcast_object(self, value: Any, what: str = "") -> Any:
-        """The value of rank 0, on every process; as for `gather`."""
+        """The value of rank 0, on every process. See `gather` for the types."""
         return value
 
     def check_place(self, what: str) -> None:
-        """Meet the other processes.
+        """Compare the exchange with the other processes, without values.
 
         Raises:
-            PeerError: one of them is in another exchange; on all of them.
+            PeerError: one of them is in another exchange; on all processes.
         """
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
-        """All processes' rows, one below the other in the order of the ranks; right after an exchange of the counts.
+        """The rows of all processes, concatenated in rank order. Call it directly after an exchange of the counts.
 
         Args:
-            rows: this process's, shape `(counts[rank], ...)`, on the CPU.
-            counts: how many rows each process has.
-            chunk: send at most so many rows at once.
+            rows: of this process, of shape `(counts[rank], ...)`, on the CPU.
+            counts: the number of rows of each process.
+            chunk: the largest number of rows in one collective.
         """
         return rows
 
     def rows_to_main(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """As `all_gather_rows` on rank 0; no rows elsewhere. A rank sends its rows once."""
+        """Like `all_gather_rows` on rank 0; no rows on the others. A rank sends its rows once."""
         return rows
 
     def encoded(self, value: Any, what: str) -> Tensor:
-        """A value as bytes, for `rows_to_main`; as for `gather`."""
-        raise NotImplementedError("one process sends nothing")
+        """A value as bytes, for `rows_to_main`. See `gather` for the types."""
+        raise NotImplementedError("a single process sends nothing")
 
     def decoded(self, data: Tensor, what: str) -> Any:
         """The value in the bytes that `encoded` made."""
-        raise NotImplementedError("one process is sent nothing")
+        raise NotImplementedError("a single process receives nothing")
 
     def all_reduce_(self, tensor: Tensor) -> None:
-        """Replace `tensor` in place by its sum over the processes; on the device on which gradients are."""
+        """Replace `tensor` in place by its sum over the processes. It is on the device of the gradients."""
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Replace `tensor` in place by that of rank 0; on the device on which gradients are."""
+        """Replace `tensor` in place by that of rank 0. It is on the device of the gradients."""
 
     def raise_if_any(self, error: BaseException | None, doing: str) -> None:
-        """Go on together or stop together.
+        """Continue on all processes, or raise on all of them if one has an error.
 
         Args:
-            error: what went wrong on this process; None if nothing did.
-            doing: what was being done, for the message.
+            error: the error of this process; None if it has none.
+            doing: the operation, for the message.
 
         Raises:
-            BaseException: `error` itself, on the process where it happened.
-            PeerError: on the others, naming the rank and its error.
+            BaseException: `error`, on the process where it happened.
+            PeerError: on the others, with the rank and its error.
         """
         errors = self.gather(None if error is None else f"{type(error).__name__}: {error}", doing)
         if error is not None:
@@ -135,15 +135,15 @@ class Communicator:
                 raise PeerError(f"{doing} failed on rank {rank}, so all processes stop. There: {text}")
 
     def broadcast_outcome(self, error: BaseException | None, value: Any, doing: str) -> Any:
-        """As `raise_if_any` and then `broadcast_object`, in one exchange, of what rank 0 alone has done.
+        """`raise_if_any` and `broadcast_object` in one exchange, for an operation that only rank 0 performs.
 
         Args:
-            error: what went wrong on rank 0; None on the others.
+            error: the error on rank 0; None on the others.
             value: of rank 0.
-            doing: what rank 0 was doing, for the message.
+            doing: the operation, for the message.
 
         Raises:
-            BaseException: `error` itself, on rank 0.
+            BaseException: `error`, on rank 0.
             PeerError: on the others, with the error.
         """
         outcome = (None if error is None else f"{type(error).__name__}: {error}", value)
@@ -155,23 +155,23 @@ class Communicator:
         return value
 
     def put(self, name: str, text: str) -> None:
-        """Leave `text` under `name` for the other processes; nobody waits."""
+        """Store `text` under `name` for the other processes, without waiting for them."""
 
     def get_if_all(self, names: Sequence[str]) -> list[str] | None:
-        """The texts under `names` once all of them are there, else None; nobody waits."""
+        """The texts under `names` if all of them exist, otherwise None. It does not wait."""
         return None
 
     def fail_together(self, where: Callable[[], str]) -> AbstractContextManager[None]:
-        """A context around what all processes do together: when one of them fails in it, all do, and say why.
+        """A context in which a failure of one process becomes a failure of all, with its reason.
 
-        It may stand within another one, and does nothing there.
+        Inside another such context it has no effect.
 
         Args:
-            where: says where this process is, for the others; called from another thread.
+            where: returns the place of this process in the run, for the others; called in another thread.
 
         Raises:
-            PeerError: another process has failed, with its traceback; or has not come to a collective, with the place
-                of every process.
+            PeerError: another process has failed, with its traceback; or it has not joined a collective, with the
+                place of every process.
         """
         return nullcontext()
 
@@ -179,26 +179,26 @@ class Communicator:
 _GATHER, _SUM, _BROADCAST, _MEETING, _TO_MAIN = "gather", "sum", "broadcast", "meeting", "gather to rank 0"
 _KINDS = (_GATHER, _SUM, _BROADCAST, _MEETING, _TO_MAIN)
 _MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_PLACE_SIZE = 512
-_ROWS_TAG = 0x7275
-_SHORT = 4096  # bytes of a message, up to which its length travels with it
-_MOST_AT_ONCE = 1 << 26  # bytes of rows that a process gives to one collective; all gather that much of each
+_PLACE_SIZE = 512  # bytes of a place in an error message; all ranks send the same size
+_ROWS_TAG = 0x7275  # differs from the tags of headers.py and of `_abort_collectives`
+_SHORT = 4096  # bytes of a message; up to this size its length is sent with it, which saves a collective
+_MOST_AT_ONCE = 1 << 26  # bytes of rows from one process in a collective; each process receives as many from each
 _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _OTHERS = (str(Path(torch.__file__).parent) + os.sep, str(Path(os.__file__).parent) + os.sep, "<")
 
 
 class GroupCommunicator(Communicator):
-    """Talking over a process group.
+    """The exchange of values over a process group.
 
-    Each exchange begins with headers of a fixed size, which all ranks merge. They hold the name of the exchange, so
-    ranks that are in different exchanges learn of it before sizes differ; they also hold small sums and short texts
-    of rank 0. A rank sends one message for each doubling of the number of ranks.
+    Each exchange begins with headers of a fixed size, which all ranks merge. They contain the name of the exchange, so
+    ranks in different exchanges raise an error before they send data of different sizes. Small sums and short texts of
+    rank 0 are part of the header. A rank sends about log2(ranks) messages.
 
     Args:
-        group: one that carries CPU tensors, and nothing else: an exchange must never meet a collective of another kind.
-        store: where processes leave word for each other outside of collectives.
-        groups: the others in which these processes work together, that for gradients first. All are ours to break.
-        allow_pickle: send as a pickle what has no encoding, and read pickles.
+        group: a group for CPU tensors without other traffic: an exchange must never meet another collective.
+        store: holds messages between processes outside of collectives.
+        groups: the other groups of these processes, the one for gradients first. They are aborted after a failure.
+        allow_pickle: send objects without an encoding as pickles, and read pickles.
         timeout_s: for an answer of the store.
     """
 
@@ -223,14 +223,14 @@ class GroupCommunicator(Communicator):
         name = self.broadcast_object(uuid.uuid4().hex, "joining the process group")
         if connects_lazily(self.size):
             self._connect()
-        # A group may serve several runs. Use a separate connection: a blocking wait on the shared one would stall us.
+        # A group may serve several runs. A blocking wait on a shared connection would delay this communicator.
         own = PrefixStore(f"trainstack/run/{name}", store.clone())  # type: ignore[attr-defined]  # missing in the stubs
         self._store = TimedStore(own, timeout_s)
 
     def _connect(self) -> None:
-        """Make the connections of all collectives now, while a rank that fails is heard.
+        """Make the connections of all collectives now, while the failure of a rank is still noticed.
 
-        A rank that waits for a connection later cannot be woken before the time-out of the group.
+        A rank that waits for a connection later cannot be interrupted before the timeout of the group.
         """
         for group in dict.fromkeys([self._group, *self._groups]):
             if dist.get_backend(group) == "gloo":
@@ -266,7 +266,7 @@ class GroupCommunicator(Communicator):
             self._exchange(what, str(error).encode(), refused=True)
             raise
         if self._meet(what, _TO_MAIN).refused:
-            self._exchange(what, b"")  # which raises
+            self._exchange(what, b"")  # raises the error of the rank that refused
         data = _flat(message.packed())
         lengths = self._all_gather(torch.tensor([data.numel()])).flatten().tolist()
         rows = self.rows_to_main(data, lengths)
@@ -281,7 +281,7 @@ class GroupCommunicator(Communicator):
         met = self._meet(what, _SUM, length=len(values), values=inline)
         if met.longest * self.size != met.total:
             counts = self._all_gather(torch.tensor([len(values)])).flatten().tolist()
-            raise PeerError(f"{what}: the ranks do not sum up equally many numbers: {counts}.")
+            raise PeerError(f"{what}: the ranks sum different amounts of numbers: {counts}.")
         if inline or not values:
             return met.values
         summed: list[float] = self._merged(torch.tensor(values, dtype=torch.float64, device="cpu"), torch.add).tolist()
@@ -291,7 +291,7 @@ class GroupCommunicator(Communicator):
         what = what or _calling_function()
         met = self._meet(what, _SUM, length=sum(tensor.nbytes for tensor in tensors))
         if met.longest * self.size != met.total:
-            raise PeerError(f"{what}: the ranks do not give tensors of one size.")
+            raise PeerError(f"{what}: the ranks have tensors of different sizes.")
         return [self._merged(tensor, _MERGES[kind]) for tensor, kind in zip(tensors, kinds, strict=True)]
 
     def _merged(self, tensor: Tensor, merge: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -372,7 +372,7 @@ class GroupCommunicator(Communicator):
             self._broadcast_bytes(torch.frombuffer(bytearray(head), dtype=torch.uint8), 0)
 
     def _receive(self, what: str) -> Any:
-        """What rank 0 sends: into memory of its own for each large tensor."""
+        """The value that rank 0 sends. Each large tensor gets separate memory."""
         from trainstack.backends.processes.wire import blob_sizes, decode
 
         met = self._meet(what, _BROADCAST)
@@ -405,7 +405,7 @@ class GroupCommunicator(Communicator):
         return parts
 
     def _meet(self, what: str, kind: str, *, length: int = 0, **said: Any) -> Header:
-        """Merge the headers of all processes.
+        """Merge the headers of all processes into one.
 
         Raises:
             PeerError: the processes are not in the same exchange.
@@ -422,8 +422,8 @@ class GroupCommunicator(Communicator):
         met = mine if self.size == 1 else merge_headers(mine, self._group)
         if met.foreign != -1:
             raise PeerError(
-                f"{what}: what the rank {met.foreign} sent is no message of this version of trainstack. Run the same "
-                "version on all processes, and let no other program reach the ports of the run."
+                f"{what}: the data of rank {met.foreign} is not a message of this version of trainstack. Run the same "
+                "version on all processes, and let no other program use the ports of the run."
             )
         if met.apart:
             self._raise_apart(what, kind)
@@ -449,7 +449,7 @@ class GroupCommunicator(Communicator):
         )
 
     def _all_gather(self, mine: Tensor) -> Tensor:
-        """One row of bytes for each process; all give equally many."""
+        """One row of bytes for each process; all rows have the same size."""
         rows = _room(self.size * mine.nbytes).view(mine.dtype).reshape(self.size, -1)
         dist.all_gather(list(rows.unbind()), mine, group=self._group)
         return rows
@@ -457,10 +457,11 @@ class GroupCommunicator(Communicator):
     def _all_gather_uneven(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """The bytes of each process, in one collective.
 
-        Where padding to the longest were much of it, what is beyond twice the mean follows, one broadcast for each rank
-        that has so much: fewer than half of them.
+        If padding all to the longest would send much more than the data, rows are padded to twice the mean. The rest of
+        longer ones follows in one broadcast for each rank, which are fewer than half of the ranks.
         """
         longest, total = max(lengths), sum(lengths)
+        # up to 1 MiB of padding is accepted, to save the broadcasts
         width = longest if longest * self.size <= 2 * total + (1 << 20) else 2 * total // self.size
         rows = self._all_gather(_padded(mine[:width], width)) if width else [mine[:0]] * self.size
         parts = []
@@ -519,12 +520,12 @@ class GroupCommunicator(Communicator):
             watchdog.stop()
 
     def _abort_collectives(self) -> None:
-        """Make all collectives of our groups fail here, those under way in another thread included.
+        """Make all collectives of this communicator's groups fail on this rank, also those of another thread.
 
-        gloo knows no way to abort, but a wait that has run out closes every connection of its group: so wait a moment
-        for what nobody sends, under a tag that nothing else has.
+        gloo cannot abort, but after a receive that has timed out it closes every connection of its group. So receive,
+        for 1 ms, a message that no rank sends, under an unused tag (checked on torch 2.13.0).
         """
-        self.aborted = True  # before nccl's kernels return, and leave gradients that were not summed
+        self.aborted = True  # first, because nccl's kernels then return with gradients that were not summed
         for group in dict.fromkeys([self._group, *self._groups]):
             with suppress(Exception):
                 source = (group.rank() + 1) % group.size()
@@ -532,7 +533,7 @@ class GroupCommunicator(Communicator):
                 assert never is not None
                 never.wait(timedelta(milliseconds=1))
             with suppress(Exception):
-                group.abort()  # what nccl understands
+                group.abort()  # for nccl
 
 
 @functools.lru_cache(maxsize=1024)
@@ -547,15 +548,15 @@ def _flat(message: bytes | Tensor) -> Tensor:
 
 
 def _room(size: int) -> Tensor:
-    """Memory for so many bytes, which another process has announced."""
+    """Memory for the number of bytes that another process has announced."""
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise PeerError(f"there is no memory for the {size} bytes that another process announces.") from error
+        raise PeerError(f"there is not enough memory for the {size} bytes that another process sends.") from error
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """The memory of a contiguous tensor; gloo lacks some dtypes, but has bytes."""
+    """The memory of a contiguous tensor as uint8, because gloo lacks some dtypes."""
     return rows.reshape(-1).view(torch.uint8)
 
 
@@ -565,7 +566,7 @@ def _wait_for(work: Any) -> None:
 
 
 def _padded(data: Tensor, size: int) -> Tensor:
-    """`data` with zeros behind it."""
+    """`data`, padded with zeros at the end."""
     if data.numel() == size:
         return data.contiguous()
     padded = _room(size)
@@ -578,7 +579,7 @@ def _text(data: Tensor) -> str:
 
 
 def _calling_function() -> str:
-    """The function that called the method which asks, as the name of an exchange."""
+    """The qualified name of the caller's caller, as the name of an exchange."""
     code = sys._getframe(2).f_code
     return str(getattr(code, "co_qualname", code.co_name)).replace(".<locals>", "")  # co_qualname: from Python 3.11 on
 

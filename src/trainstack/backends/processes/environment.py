@@ -17,24 +17,24 @@ from trainstack.ranks import exchange, host_identity
 
 Launcher = Literal["torchrun", "slurm", "openmpi", "submitit", "explicit", "group"]
 LOOPBACK = "127.0.0.1"
-_DEFAULT_PORT = 29500  # torchrun's, too
+_DEFAULT_PORT = 29500  # also torchrun's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """This process among all processes of the run.
+    """The rank of this process and the rendezvous of the run.
 
     Args:
-        rank: among all, from 0.
-        size: how many there are.
-        local_rank: among those on this machine.
-        local_size: how many are on this machine; None where only explicit arguments could tell and do not.
-        node_rank: which machine this is; None like `local_size`. Open MPI does not tell: there it is an estimate
-            that holds when ranks are placed machine by machine.
-        master_addr: the host where rank 0 opens the store; "" for a group that exists already.
-        master_port: its port; 0 for a group that exists already.
-        launcher: who said so.
-        restarts: how often the launcher has started this run again.
+        rank: among all processes, from 0.
+        size: the number of processes.
+        local_rank: among the processes of this machine, from 0.
+        local_size: the number of processes on this machine; None if only explicit arguments exist and lack it.
+        node_rank: the number of this machine; None if `local_size` is. Open MPI does not give it; there it is an
+            estimate, which is right if ranks fill one machine after the other.
+        master_addr: the host on which rank 0 opens the store; "" for an existing process group.
+        master_port: its port; 0 for an existing process group.
+        launcher: the source of these values.
+        restarts: the number of restarts of this run by the launcher.
     """
 
     rank: int
@@ -50,25 +50,28 @@ class ProcessInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedTrainingArguments:
-    """The place of this process, said by hand; it goes before what a launcher's variables say.
+    """The rank of this process, set explicitly. It takes precedence over the variables of a launcher.
 
     Args:
         local_rank: among the processes of this machine, from 0.
         global_rank: among all processes, from 0.
-        world_size: processes in all.
+        world_size: the number of processes.
         gather_frequency: samples gathered at a time during evaluation; None gathers everything at once.
-        master_addr: the host of rank 0; None takes MASTER_ADDR, or the loopback device in a world of one.
-        master_port: a free port there; None takes MASTER_PORT, or torchrun's default in a world of one.
-        backend: `"gloo"`, `"nccl"` or another of torch's; None follows the device.
-        timeout_s: seconds after which a collective gives up on a process that does not come.
-        rendezvous_timeout_s: seconds in which all processes have to come to the first use of their trainer; None takes
-            600, or `timeout_s` where that is shorter.
-        run_id: a name that all processes of a run share. One with another name is refused at the rendezvous.
-        local_world_size: processes on this machine; None takes LOCAL_WORLD_SIZE.
-        allow_pickle: whether outputs and inputs of metrics may hold objects of any class, which processes send each
-            other as pickles. Reading a pickle can run any code, so every process that can reach the ports of the run
-            is trusted. Under a launcher write `backend_options={"ddp": {"allow_pickle": True}}` instead.
-        init_method: PyMarlin's argument. Only `"env://"` is taken.
+        master_addr: the host of rank 0; None uses MASTER_ADDR, or the loopback device in a world of one.
+        master_port: a free port there; None uses MASTER_PORT, or torchrun's default in a world of one.
+        backend: `"gloo"`, `"nccl"` or another backend of `torch.distributed`; None follows the device.
+        timeout_s: seconds after which a collective fails that some process has not joined.
+        rendezvous_timeout_s: seconds in which all processes have to reach the first use of their trainer; None is 600,
+            or `timeout_s` if that is shorter.
+        run_id: a name that all processes of a run share. The rendezvous refuses a process with another name.
+        local_world_size: processes on this machine; None uses LOCAL_WORLD_SIZE.
+        allow_pickle: whether outputs and inputs of metrics may contain objects of any class, which processes send each
+            other as pickles. Loading a pickle can execute any code, so every process that can reach the ports of the
+            run is trusted. Under a launcher write `backend_options={"ddp": {"allow_pickle": True}}` instead.
+        init_method: an argument of PyMarlin. Only `"env://"` is accepted.
+
+    Raises:
+        ConfigurationError: a value is out of its range, or `init_method` is not `"env://"`.
     """
 
     local_rank: int = 0
@@ -87,7 +90,7 @@ class DistributedTrainingArguments:
 
     def __post_init__(self) -> None:
         _check_init_method(self)
-        _check(self.world_size >= 1, f"world_size={self.world_size}: there is at least one process.")
+        _check(self.world_size >= 1, f"world_size={self.world_size}: write a number of at least 1.")
         _check_rank("global_rank", self.global_rank, "world_size", self.world_size)
         limit = "world_size" if self.local_world_size is None else "local_world_size"
         _check_rank("local_rank", self.local_rank, limit, self.local_world_size or self.world_size)
@@ -112,19 +115,18 @@ class DistributedTrainingArguments:
 def detect_process_info(
     environ: Mapping[str, str] | None = None, explicit: DistributedTrainingArguments | None = None
 ) -> ProcessInfo | None:
-    """The place that a launcher has given this process, or None where no launcher has.
+    """The rank, world size and rendezvous from the environment; None if no launcher started this process.
 
-    Explicit arguments first, then torchrun's variables, then those of Open MPI, of submitit's local executor, then
-    SLURM's. (Open MPI goes before SLURM because `mpirun` within a SLURM job leaves both, and then SLURM counts mpirun's
-    daemons.)
-    A SLURM allocation whose tasks were not started by `srun` is no world.
+    Explicit arguments come first, then the variables of torchrun, Open MPI, submitit's local executor and SLURM. Open
+    MPI precedes SLURM because `mpirun` inside a SLURM job sets both, and SLURM then counts mpirun's daemons. A SLURM
+    allocation whose tasks `srun` did not start does not count as a launcher.
 
     Args:
-        environ: the variables; the process environment by default.
-        explicit: arguments that say it.
+        environ: the variables; by default those of the process.
+        explicit: arguments that replace the variables.
 
     Raises:
-        ConfigurationError: variables are missing, are no numbers, or contradict each other.
+        ConfigurationError: variables are missing, are not numbers, or contradict each other.
     """
     found = os.environ if environ is None else environ
     if explicit is not None:
@@ -140,28 +142,29 @@ def detect_process_info(
     for name, alone in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         if (found.get(name) or alone) != alone:
             raise ConfigurationError(
-                f"{name}={found[name]!r} is set and RANK is not: this looks like a launcher of which only a part is "
-                f"here. Export RANK too, or unset {name} to run one process."
+                f"{name}={found[name]!r} is set and RANK is not, so the variables of a launcher are incomplete. "
+                f"Export RANK too, or unset {name} to run one process."
             )
     return None
 
 
 def is_on_one_host(place: ProcessInfo, environ: Mapping[str, str]) -> bool:
-    """Whether the launcher says that all processes are on this host.
+    """Whether the launcher's variables show that all processes are on this host.
 
-    Variables that were exported by hand do not say it without LOCAL_WORLD_SIZE. In some clusters MASTER_ADDR is
-    localhost for rank 0 alone.
+    Variables that were exported by hand show it only with LOCAL_WORLD_SIZE: in some clusters MASTER_ADDR is localhost
+    for rank 0 alone.
     """
     said = place.launcher != "torchrun" or bool(environ.get("LOCAL_WORLD_SIZE"))
     return place.size == 1 or (said and place.local_size == place.size)
 
 
 def launcher_world_size(environ: Mapping[str, str]) -> int:
-    """How many processes the launcher of this one has started; 1 where none has. `detect_process_info` wants to know
-    more.
+    """The number of processes that the launcher of this one started; 1 without a launcher.
+
+    It reads fewer variables than `detect_process_info`.
 
     Raises:
-        ConfigurationError: the variable that says it is missing or no number.
+        ConfigurationError: the variable with the number is missing or not a number.
     """
     if not environ.get("RANK") and environ.get("OMPI_COMM_WORLD_RANK"):
         return Variables(environ, "Open MPI").number("OMPI_COMM_WORLD_SIZE")
@@ -174,13 +177,13 @@ def launcher_world_size(environ: Mapping[str, str]) -> int:
 
 
 def process_info_of_group(timeout_s: float = 600.0) -> ProcessInfo:
-    """The place in a process group that already exists, whoever made it.
+    """The rank, world size and machine of this process in an existing process group, made by any code.
 
-    Every process of the group has to call this: they tell each other through the group's store where they run.
-    LOCAL_RANK is believed where every process of this machine has one of its own.
+    Every process of the group has to call it: they exchange their hosts through the group's store. LOCAL_RANK is used
+    if all processes of this machine have different values in its range.
 
     Raises:
-        TrainstackError: a process has not called this within `timeout_s`.
+        TrainstackError: a process has not called it within `timeout_s`.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = f"{host_identity()}|{os.environ.get('LOCAL_RANK', '')}"
@@ -203,7 +206,7 @@ def process_info_of_group(timeout_s: float = 600.0) -> ProcessInfo:
 
 
 def launch_help(backend: str) -> str:
-    """The answer to a backend of several processes that nobody has launched."""
+    """The error message for a backend of several processes that no launcher started."""
     return (
         f"backend {backend!r} joins several processes, and no launcher has started this one: neither torchrun's "
         "variables (RANK, WORLD_SIZE, ...) nor those of srun or mpirun are set. Start it in one of these ways:\n"
@@ -227,13 +230,13 @@ def _explicit_info(args: DistributedTrainingArguments, variables: Variables) -> 
     for name, value in (("RANK", args.global_rank), ("WORLD_SIZE", args.world_size), ("LOCAL_RANK", args.local_rank)):
         if variables.number(name, default=value) != value:
             raise ConfigurationError(
-                f"the arguments say {value} where the launcher's {name}={variables.text(name)}. "
-                "Leave DistributedTrainingArguments out under a launcher, or unset its variables."
+                f"the arguments have {value}, but the launcher set {name}={variables.text(name)}. "
+                "Remove DistributedTrainingArguments under a launcher, or unset its variables."
             )
     alone = args.world_size == 1
     known_size = args.local_world_size or variables.number("LOCAL_WORLD_SIZE", default=0)
     local_size = 1 if alone else known_size or None
-    # Ranks are placed machine by machine; without the number on each machine only the first can be told.
+    # Ranks fill one machine after the other. Without the number on each machine, only the first machine is known.
     node_rank = args.global_rank // local_size if local_size else None
     return ProcessInfo(
         rank=args.global_rank,
@@ -255,7 +258,7 @@ def _torchrun_info(variables: Variables) -> ProcessInfo:
     in_pod = not alone and _is_alone_on_host(variables)
     local_rank = variables.number("LOCAL_RANK", default=0 if alone or in_pod else None)
     local_size = variables.number("LOCAL_WORLD_SIZE", default=1 if in_pod else 0)
-    if not local_size:  # exported by hand: one process a machine, or all on one
+    if not local_size:  # exported by hand: one process on each machine, or all on one
         local_size = size if local_rank == rank and variables.is_loopback("MASTER_ADDR") else 1
         local_size = max(local_size, local_rank + 1)
     variables.check_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
@@ -274,10 +277,10 @@ def _torchrun_info(variables: Variables) -> ProcessInfo:
 
 
 def _is_alone_on_host(variables: Variables) -> bool:
-    """Whether variables without LOCAL_RANK are those of a pod, in which one process runs.
+    """Whether variables without LOCAL_RANK belong to a pod, in which one process runs.
 
     Kubeflow and SageMaker set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only. MASTER_ADDR may be localhost in the
-    pod of rank 0. Outside of a pod localhost means that all processes are on this machine, so their local ranks differ.
+    pod of rank 0. Outside a pod localhost means that all processes are on this machine, so their local ranks differ.
 
     Raises:
         ConfigurationError: the processes are on one machine, and each needs a local rank.
@@ -287,14 +290,14 @@ def _is_alone_on_host(variables: Variables) -> bool:
     if variables.has("KUBERNETES_SERVICE_HOST") or not variables.is_loopback("MASTER_ADDR"):
         return variables.has("MASTER_ADDR")
     raise ConfigurationError(
-        f"LOCAL_RANK is missing, and MASTER_ADDR={variables.text('MASTER_ADDR')} says that all processes are on this "
-        "machine. Export LOCAL_RANK, the number of the process on its machine (0 where each has a machine or a pod of "
-        "its own), or start with torchrun or trainstack.launch."
+        f"LOCAL_RANK is missing, and MASTER_ADDR={variables.text('MASTER_ADDR')} means that all processes are on this "
+        "machine. Export LOCAL_RANK, the number of the process on its machine (0 if each process has its own machine "
+        "or pod), or start with torchrun or trainstack.launch."
     )
 
 
 def _submitit_info(variables: Variables) -> ProcessInfo:
-    """The local executor of submitit. Its SLURM executor uses srun."""
+    """The variables of submitit's local executor. Its SLURM executor uses srun."""
     rank, size = variables.rank("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_NTASKS")
     return ProcessInfo(
         rank=rank,
@@ -317,7 +320,7 @@ def _openmpi_info(variables: Variables) -> ProcessInfo:
     alone = LOOPBACK if local_size == size else None
     one_node = variables.text("AZ_BATCHAI_MPI_MASTER_NODE", default="")  # Azure ML sets it for jobs on one machine
     azure, _, _ = variables.text("AZ_BATCH_MASTER_NODE", default=one_node).partition(":")  # "10.0.0.4:6000"
-    # All processes of one mpirun share its name: two runs on one machine meet at two ports.
+    # All processes of one mpirun share its name, from which the port is derived: two runs on a machine use two ports.
     name = variables.text("PMIX_NAMESPACE", default=variables.text("OMPI_MCA_ess_base_jobid", default=""))
     port = slurm.port_of(zlib.crc32(name.encode())) if name else _DEFAULT_PORT
     return ProcessInfo(
@@ -329,7 +332,7 @@ def _openmpi_info(variables: Variables) -> ProcessInfo:
         master_addr=variables.text(
             "MASTER_ADDR",
             default=azure or alone,
-            remedy="Say where rank 0 runs: mpirun -x MASTER_ADDR=$(hostname) when rank 0 is on this machine.",
+            remedy="Give the host of rank 0: mpirun -x MASTER_ADDR=$(hostname) if rank 0 is on this machine.",
         ),
         master_port=variables.port("MASTER_PORT", default=port),
         launcher="openmpi",
@@ -353,6 +356,7 @@ def _slurm_info(variables: Variables) -> ProcessInfo:
         local_size=tasks[node_rank],
         node_rank=node_rank,
         master_addr=variables.text("MASTER_ADDR", default=LOOPBACK if len(tasks) == 1 else slurm.first_host(variables)),
+        # 7919 is a prime, so that the steps of neighbouring jobs rarely get the same port
         master_port=variables.port("MASTER_PORT", default=slurm.port_of(job + 7919 * step)),
         launcher="slurm",
         restarts=variables.number("SLURM_RESTART_COUNT", default=0),

@@ -1,4 +1,4 @@
-"""Concatenation of nested outputs from all ranks in rank order."""
+"""Concatenation of nested outputs of all ranks, in rank order."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trainstack.errors import ModuleContractError
 
 
 def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, what: str = "trainer.gather") -> Any:
-    """Join `outputs` of all processes along dimension 0, on every process.
+    """Concatenate `outputs` of all processes along dimension 0, on every process.
 
-    Tensors are joined by rows (0-dim tensors become one row) and come back on the device they were on; lists of other
-    things are put one after the other; dicts, tuples and lists of these are joined item by item. A process that has
-    nothing (`[]`) has no structure either: it gets that of the others, with a plain tuple for a named one, and a
-    `SimpleNamespace` for a dataclass among other things.
+    Tensors are concatenated by rows (a 0-dim tensor is one row) and returned on their device. Lists of other objects
+    are concatenated. Dicts, tuples and lists of these are processed item by item. A process without outputs (`[]`) has
+    no structure, so it gets that of the others, with a plain tuple for a named one, and a `SimpleNamespace` for a
+    dataclass among other objects.
 
     Args:
-        comm: how to talk.
-        outputs: this process's.
-        chunk: send at most so many rows at once.
-        what: names this call in the errors of processes that are elsewhere.
+        comm: the communicator.
+        outputs: of this process.
+        chunk: the largest number of rows in one collective.
+        what: the name of this call, for the errors of processes that are in another call.
 
     Raises:
-        ModuleContractError: the processes' outputs do not fit together, or hold what processes do not send each other
-            (see `Communicator.gather`); on all of them.
-        PeerError: the other processes have not called it; on all of them.
+        ModuleContractError: the outputs of the processes have different structures, or contain objects that cannot be
+            sent (see `Communicator.gather`); on all processes.
+        PeerError: the other processes have not called it; on all processes.
     """
     if comm.size == 1:
         return outputs
@@ -50,11 +50,11 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
 
 
 def gather_to_main(comm: Communicator, outputs: Any, what: str = "trainer.gather") -> Any:
-    """As `gather_outputs`, on rank 0 alone; None elsewhere. Each rank sends its rows once, into the result's memory.
+    """`gather_outputs` for rank 0 only; None elsewhere. Each rank sends its rows once, into the memory of the result.
 
     Raises:
-        ModuleContractError: as `gather_outputs`.
-        PeerError: the other processes have not called it; on all of them.
+        ModuleContractError: see `gather_outputs`.
+        PeerError: the other processes have not called it; on all processes.
     """
     if comm.size == 1:
         return outputs
@@ -97,7 +97,7 @@ def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any
 
 
 def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
-    """The structure of `value`, its leaves appended to `leaves` with their places."""
+    """The structure of `value`. Its leaves are appended to `leaves`, with their places."""
     if isinstance(value, dict):
         return {key: _flatten(item, f"{place}[{key!r}]", leaves) for key, item in value.items()}
     if _is_structure(value):
@@ -109,7 +109,7 @@ def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
 
 
 def _plain(plan: Any) -> Any:
-    """`plan` in the containers that every process knows."""
+    """`plan` in containers whose classes every process has."""
     if isinstance(plan, dict):
         return {key: _plain(item) for key, item in plan.items()}
     if isinstance(plan, list | tuple):
@@ -118,18 +118,18 @@ def _plain(plan: Any) -> Any:
 
 
 def _is_structure(value: Any) -> bool:
-    """Whether `value` holds things to be joined one by one; a list of plain objects is one thing, to be lengthened."""
+    """Whether `value` contains items to be concatenated one by one; a list of plain objects is one item."""
     if isinstance(value, StepList) or not isinstance(value, list | tuple):
         return False
     return any(isinstance(item, Tensor | dict | StepList) or _is_structure(item) for item in value)
 
 
 class StepList(list[Any]):
-    """A list that has one item a step, whatever the items are: processes' columns are put one below the other."""
+    """A list with one item for each step, of any type: the lists of the processes are concatenated."""
 
 
 class _Leaf:
-    """Marks the place of a leaf in a structure; None does in one that was sent."""
+    """Marks the place of a leaf in a structure. In a structure from another process it is None."""
 
     def __repr__(self) -> str:
         return "..."
@@ -144,13 +144,13 @@ def _check_alike(gathered: list[Any]) -> None:
     if len(by_look) > 1:
         looks = ", ".join(f"{look} on ranks {ranks}" for look, ranks in by_look.items())
         raise ModuleContractError(
-            f"the processes' outputs cannot be joined: {looks}. Give the same structure, dtypes and shapes on every "
-            "process, all but the first dimension; pad to one length."
+            f"the processes' outputs cannot be joined: {looks}. Return the same structure, dtypes and shapes on every "
+            "process, except for the first dimension; pad to one length."
         )
 
 
 def _describe(place: str, leaf: Any) -> Any:
-    """For a tensor its rows, the shape of a row and the dtype; anything else travels as it is."""
+    """Of a tensor its number of rows, the shape of a row, dtype and device; another object as it is."""
     if isinstance(leaf, Tensor):
         leaf = leaf.reshape(1) if leaf.dim() == 0 else leaf
         return ("tensor", leaf.shape[0], tuple(leaf.shape[1:]), leaf.dtype, str(leaf.device))

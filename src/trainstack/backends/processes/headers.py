@@ -1,7 +1,7 @@
-"""`Header`: what a rank says as an exchange begins, merged over all ranks with messages of one size.
+"""`Header`, the message of a rank at the beginning of an exchange, merged over all ranks.
 
-The merge is recursive doubling: in round k a rank swaps messages with the one whose number differs in bit k. So each
-rank sends log2(ranks) messages, and all ranks come to the same bits.
+The merge is recursive doubling: in round k a rank exchanges messages of a fixed size with the rank whose number differs
+in bit k. So each rank sends log2(ranks) messages, and all ranks compute the same bits.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 SIZE = 256
-"""Bytes of a header."""
+"""Bytes of a header: large enough for a few sums or a short text, and still one network packet."""
 
 _FIXED = struct.Struct("<4sBB2xiIQQQQ")
 _MAGIC = b"ts02"
 _APART, _REFUSED = 1, 2
 INLINE = SIZE - _FIXED.size - 2
-"""Bytes of a message that travel in the header."""
+"""Bytes of data that fit into the header."""
 
 _TAG = 0x7574
-"""Of the messages of a merge; a group has no other messages from rank to rank, but for that which breaks it."""
+"""The tag of the messages of a merge. Other messages between two ranks use other tags."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Header:
-    """What one rank says, or several ranks together.
+    """The header of one rank, or the merged header of several.
 
     Attributes:
         kind, number, name: of the exchange; the name as a hash.
         longest, total: of the messages of the ranks, in bytes.
-        refused: whether a rank does not send its message.
+        refused: whether a rank refuses to send its message.
         apart: whether ranks are in different exchanges.
-        foreign: a rank that sent no header; -1 if none.
+        foreign: a rank that sent other data than a header; -1 if there is none.
         values: the sums of the ranks' numbers.
-        text: of the one rank that has a short message for all.
+        text: of the one rank with a short message for all.
     """
 
     kind: int
@@ -55,7 +55,7 @@ class Header:
     text: bytes = b""
 
     def merged(self, other: Header) -> Header:
-        """What both say together."""
+        """The merged header of both."""
         differ = (self.kind, self.number, self.name) != (other.kind, other.number, other.name)
         return Header(
             kind=self.kind,
@@ -80,7 +80,7 @@ class Header:
 
     @classmethod
     def unpacked(cls, data: Tensor, sender: int) -> Header:
-        """The header in the bytes that the rank `sender` sent."""
+        """The header in the bytes of the rank `sender`."""
         raw = data.numpy().tobytes()
         magic, flags, kind, foreign, number, name, longest, total, count = _FIXED.unpack_from(raw)
         (length,) = struct.unpack_from("<H", raw, _FIXED.size)
@@ -102,14 +102,14 @@ class Header:
 
 
 def merge_over_ranks(mine: Tensor, merge: Callable[[Tensor, Tensor, int], Tensor], group: dist.ProcessGroup) -> Tensor:
-    """`mine` of all ranks, merged two by two; the same bits on all ranks.
+    """`mine` of all ranks, merged in pairs, with the same bits on all ranks.
 
-    The ranks beyond the largest power of two give theirs to a partner below it, and are given the result.
+    The ranks beyond the largest power of two send their data to a partner below it, and receive the result.
 
     Args:
         mine: on the CPU, contiguous, of one size and dtype on all ranks.
-        merge: of what this rank has so far, what it was sent, and the rank that sent it; symmetric in the first two.
-        group: of gloo.
+        merge: a function of the result so far, the received data and the rank that sent it; symmetric in the first two.
+        group: a gloo group.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     power = 1 << (size.bit_length() - 1)
@@ -131,7 +131,7 @@ def merge_over_ranks(mine: Tensor, merge: Callable[[Tensor, Tensor, int], Tensor
 
 
 def merge_headers(header: Header, group: dist.ProcessGroup) -> Header:
-    """The headers of all ranks in one."""
+    """The merged header of all ranks."""
     rank = dist.get_rank(group)
 
     def merge(mine: Tensor, theirs: Tensor, sender: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this host, and the one that gloo uses."""
+"""Addresses and network interfaces of this host, and the choice of the interface for gloo."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainstack._store import LOOPBACK
 from trainstack.errors import ConfigurationError
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # Linux
+_SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: get the address of an interface
 _log = logging.getLogger("trainstack")
 
 
 def local_address_to(host: str) -> str | None:
-    """The address of this host on the way to another one; no packet is sent. None if there is no route."""
+    """The address of this host on the route to another one; no packet is sent. None if there is no route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -31,7 +31,7 @@ def local_address_to(host: str) -> str | None:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The network interfaces of this host with their addresses, which are known on Linux only."""
+    """The network interfaces of this host with their addresses. The addresses are known on Linux only."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     if sys.platform != "linux":
         return found
@@ -50,23 +50,23 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address leads back to the host itself."""
+    """Whether an address belongs to the loopback device."""
     return address.startswith("127.") or address == "::1"
 
 
 def choose_interface(hosts: Sequence[str], one_host: bool, address: str, environ: Mapping[str, str]) -> str | None:
-    """The interface on which gloo has to listen, where its own choice is wrong; None where it is right.
+    """The interface on which gloo has to listen; None if gloo's own choice is right.
 
-    gloo takes the address to which the name of the host leads. On Debian and Ubuntu that is often 127.0.1.1.
+    gloo uses the address to which the host name resolves. On Debian and Ubuntu that is often 127.0.1.1.
 
     Args:
         hosts: of all ranks, by rank.
-        one_host: all ranks are on this one.
+        one_host: whether all ranks are on this host.
         address: of this host, at which the others can reach it.
-        environ: where the user may have chosen already.
+        environ: may contain a choice of the user.
 
     Raises:
-        ConfigurationError: the user's choice does not exist, or none can be made.
+        ConfigurationError: the chosen interface does not exist, or no reachable address is known.
     """
     here, chosen = interfaces(), environ.get(VARIABLE, "")
     listed = ", ".join(" ".join([name, *addresses]) for name, addresses in here.items())
@@ -75,7 +75,7 @@ def choose_interface(hosts: Sequence[str], one_host: bool, address: str, environ
         if missing:
             raise ConfigurationError(
                 f"{VARIABLE}={chosen}: {socket.gethostname()} has no interface {missing[0]!r}. Write one of its "
-                f"interfaces, or remove the variable: {listed}."
+                f"interfaces, or unset the variable: {listed}."
             )
         return None
     if one_host:
@@ -87,7 +87,7 @@ def choose_interface(hosts: Sequence[str], one_host: bool, address: str, environ
     if found is None and (own is None or is_loopback(own)):
         raise ConfigurationError(
             f"the ranks are on several hosts, and the name of this one, {socket.gethostname()}, "
-            f"{'cannot be resolved' if own is None else f'leads to {own}'}: the others cannot reach it there. "
+            f"{'cannot be resolved' if own is None else f'resolves to {own}'}: the others cannot reach it there. "
             f"Set {VARIABLE} to the interface at which they can (interfaces here: {listed})."
         )
     if found is not None:
@@ -107,7 +107,7 @@ def _address_of_own_name() -> str | None:
 
 
 def use_interface(name: str | None) -> None:
-    """Have gloo listen on this interface from now on; None takes the choice back."""
+    """Make gloo listen on this interface from now on; None removes the choice."""
     if name is None:
         os.environ.pop(VARIABLE, None)
     else:
@@ -115,14 +115,15 @@ def use_interface(name: str | None) -> None:
 
 
 EAGER_RANKS = 64
-"""Up to so many ranks, gloo connects each to every other one as a group is made. Of more, two connect when they first
-talk: 1,000 ranks would read 10**6 addresses from the store, and need more open files than systems allow."""
+"""Up to this number of ranks, gloo connects all pairs when a group is made. With more, two ranks connect when they
+first communicate: 1,000 ranks would read 10**6 addresses from the store, and need more open files than systems
+allow."""
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def connects_lazily(size: int) -> bool:
-    """Whether groups of `size` ranks are made without connections; the user's own choice is kept."""
+    """Whether groups of `size` ranks are made without connections. A setting of the user takes precedence."""
     return os.environ.get(_LAZY, "1" if size > EAGER_RANKS else "0").lower() in ("1", "y", "yes", "t", "true")
 
 

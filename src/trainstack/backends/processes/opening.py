@@ -1,4 +1,4 @@
-"""`Opening`: ranks make process groups together; when one fails, the others stop waiting for it."""
+"""`Opening`: ranks make process groups together; if one fails, the others stop waiting for it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RENDEZVOUS_S = 600.0
-"""The default clock of the rendezvous. Ranks of a large job that import from one file server differ by minutes, and
-rank 0 may prepare data first. An allocation must still not be held for `timeout_s`, half an hour, if a rank is gone."""
+"""The default timeout of the rendezvous. Ranks of a large job that import from one file server differ by minutes, and
+rank 0 may prepare data first. If a rank has ended, the allocation must still not be held for `timeout_s`, half an hour.
+"""
 
 GROUP_MARGIN_S = 10.0
-"""nccl's own watchdog ends the process, so its clock runs out later than the one of gloo, after which the library
-reports where each rank is."""
+"""nccl's watchdog ends the process, so its timeout is later than the one of gloo, after which the library reports the
+place of each rank."""
 
 _GRACE_S = 3.0
-"""The time for a rank to report that another one lost its connections, and for the others to read it."""
+"""Time for a rank to report a failure after it lost its connections, and for the others to read the report."""
 
 _log = logging.getLogger("trainstack")
 
 
 def group_seconds(seconds: float, backend: str) -> float:
-    """The time-out of a process group for a library clock of `seconds`."""
+    """The timeout of a process group for a timeout of the library of `seconds`."""
     return seconds if backend == "gloo" else seconds + GROUP_MARGIN_S
 
 
@@ -48,23 +49,23 @@ def bound_device(device: torch.device, backend: str | None) -> torch.device | No
 class Opening:
     """The time from the rendezvous until all process groups exist.
 
-    gloo waits for its connections five times as long as its time-out, and knows nothing of a rank that has failed.
+    gloo waits for its connections five times as long as its timeout, and does not notice a rank that has failed.
 
     Args:
-        words: the store in which ranks report failures, below a prefix of this opening.
+        words: the store in which ranks report failures, with a prefix for this opening.
         rank: of this process.
-        size: how many there are.
-        timeout_s: the clock of `run`.
+        size: the number of ranks.
+        timeout_s: the timeout of `run`.
     """
 
     def __init__(self, words: TimedStore, rank: int, size: int, timeout_s: float) -> None:
         self._words, self._rank, self._size, self._timeout_s = words, rank, size, timeout_s
 
     def run(self, call: Callable[[], T]) -> T:
-        """`call()`, which waits for the other ranks in C++.
+        """Return `call()`, which waits for the other ranks in C++.
 
         Raises:
-            PeerError: another rank has failed, or does not come in time.
+            PeerError: another rank has failed, or does not arrive in time.
         """
         try:
             with connections_for(self._size):
@@ -72,15 +73,15 @@ class Opening:
         except TimeoutError as error:
             raise PeerError(
                 f"rank {self._rank} on {socket.gethostname()} has waited {self._timeout_s:g} s for a process group of "
-                f"{self._size} ranks. All have met, so one has ended since, or the network between hosts is "
-                f"interrupted, or gloo listens where the others cannot reach it ({VARIABLE}). {_own_interfaces()}"
+                f"{self._size} ranks. All ranks have met, so one has ended since, or the network between hosts is "
+                f"interrupted, or gloo listens at an address that others cannot reach ({VARIABLE}). {_own_interfaces()}"
             ) from error
         except PeerError:
             raise
         except RuntimeError as error:
-            self._look_again()  # connections that close are often all that is seen of another rank's failure
+            self._look_again()  # closed connections are often the first sign of another rank's failure
             if "gloo" in str(error).lower():
-                annotate(error, f"If the address above is not one of this host: set {VARIABLE}. {_own_interfaces()}")
+                annotate(error, f"If the address above is not of this host: set {VARIABLE}. {_own_interfaces()}")
             raise
 
     def fail(self, error: BaseException) -> None:
@@ -99,7 +100,7 @@ class Opening:
         try:
             text = self._words.within(_GRACE_S).find("failed")
         except StoreSilentError:
-            return  # the network may come back; the clock of `run` ends the wait
+            return  # the network may recover; the timeout of `run` ends the wait
         except DistError as error:
             raise PeerError(
                 f"the store has closed its connection to rank {self._rank}: the process that hosts it, which is rank 0 "
@@ -110,8 +111,8 @@ class Opening:
             with suppress(RuntimeError, StoreSilentError):
                 self._words.within(_GRACE_S).set(f"heard/{self._rank}", "")
             raise PeerError(
-                f"rank {rank} on {host} failed before its process groups were made, so rank {self._rank} stops as "
-                f"well. There: {reason}"
+                f"rank {rank} on {host} failed before its process groups were made, so rank {self._rank} stops too. "
+                f"There: {reason}"
             )
 
     def _look_again(self) -> None:
@@ -127,7 +128,7 @@ def _own_interfaces() -> str:
 
 
 def reachable_address(members: Sequence[Member], rank: int) -> str:
-    """The address of a rank's host, on the way to the store; where that leads back to the host, as others call it."""
+    """The address of a rank's host on the route to the store; if that is the loopback address, the one for others."""
     mine = members[rank]
     if mine.address and not is_loopback(mine.address):
         return mine.address
@@ -135,7 +136,7 @@ def reachable_address(members: Sequence[Member], rank: int) -> str:
 
 
 def log_hosts(members: Sequence[Member]) -> None:
-    """Say which rank is on which host, where there are several: a rank that others cannot see trains alone."""
+    """Log the host of each rank if there are several hosts."""
     if len({member.host for member in members}) > 1:
         placed = (f"{rank} {member.host} {member.address}" for rank, member in enumerate(members))
         _log.info("rendezvous of %d ranks: %s", len(members), ", ".join(placed))

@@ -1,4 +1,4 @@
-"""Many tensors of all dtypes as one buffer of bytes, for one broadcast or one copy."""
+"""Packing of many tensors of all dtypes into one buffer of bytes, for one broadcast or one copy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _BUCKET_BYTES = 32 << 20
 
 
 def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
-    """Give each of `tensors` the values of rank 0, in place; all processes call it together, with equal shapes.
+    """Broadcast the values of rank 0 to `tensors`, in place. All processes call it together, with equal shapes.
 
-    Bytes are sent, so that gloo and nccl take every dtype, and many tensors at once: models have hundreds of buffers of
-    a few numbers. Tensors that are not dense may have other sizes on other processes, so each is sent by itself.
+    The data is sent as bytes, so that gloo and nccl accept every dtype, and in large buffers, because models may have
+    hundreds of small tensors. A tensor that is not dense may have another size on another process, so each of these is
+    sent separately.
     """
     tensors = [tensor for tensor in tensors if not tensor.is_meta]  # those have no values yet
     if world.size == 1:
@@ -40,13 +41,13 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of dense tensors on one device as one new uint8 tensor."""
+    """The bytes of dense tensors on one device, as one new uint8 tensor."""
     flat = [tensors[i].detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for i in _by_size(tensors)]
     return torch.cat([part.view(torch.uint8) for part in flat])
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `packed`, which `pack` made of tensors with the shapes and dtypes of `like`, in the order of these."""
+    """Views of `packed`, a result of `pack`, with the shapes and dtypes of `like`, in the order of `like`."""
     order = _by_size(like)
     ends = accumulate(like[i].numel() * like[i].element_size() for i in order)
     found, begin = list(like), 0
@@ -57,12 +58,12 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_size(tensors: Sequence[Tensor]) -> list[int]:
-    """Indices, large elements first: so each tensor begins at a multiple of its element size, as `view` demands."""
+    """Indices, large elements first: each tensor then begins at a multiple of its element size, as `view` requires."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
 
 
 def in_buckets(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """`tensors` in their order, cut into groups of one device and at most `limit` bytes; a larger tensor is alone."""
+    """`tensors` in their order, in groups of one device and at most `limit` bytes; a larger tensor is a group alone."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The report of a rank when others do not answer: the place and host of each rank, and the probable reason."""
+"""The report of a rank if others do not answer: the place and host of each rank, and the probable reason."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass
 _WHERE_TORCH_SAW_IT = re.compile(r"\[\S+\.cc:\d+\] ")
 _CLOSED = re.compile(r"reset by peer|closed by peer|Broken pipe|Socket closed|pair closure", re.IGNORECASE)
 _ENDED = (
-    "A process that does not answer has ended, is stopped, or runs code that holds Python's lock. One that left no "
+    "A process that does not answer has ended, is stopped, or runs code that holds the GIL. One that left no "
     "traceback in its output was killed: the system does that when memory runs out."
 )
 _ADVICE = (
-    "All processes have to come to the same collectives, and equally often: train, validate, gather and "
-    "save_checkpoint are called by all or by none, not below `if rank == 0:`. If one is only slow, give it more time: "
+    "All processes have to call the same collectives, and equally often: train, validate, gather and "
+    "save_checkpoint are called by all or by none, not below `if rank == 0:`. If one is only slow, allow it more time: "
     "backend_options={'ddp': {'timeout_s': ...}}."
 )
 
 
 MOST_LINES = 40
-"""Places in a report; a thousand ranks may each be at another line."""
+"""The largest number of places in a report; a thousand ranks may all be at different lines."""
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words, with a hyphen for more than three in a row: `0, 2, 4-9`."""
+    """Ascending ranks as text, with a hyphen for more than three in a row: `0, 2, 4-9`."""
     runs = list[list[int]]()
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -40,13 +40,13 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank is.
+    """The position of a rank in the run and in the code.
 
     Args:
         host: the name of its host.
         when: on the clock of that host, in seconds since the epoch.
         text: the place in the run and in the code.
-        silent: it does not answer, and this is what was last known of it.
+        silent: whether the rank does not answer, so that this is its last known place.
     """
 
     host: str
@@ -56,14 +56,14 @@ class Place:
 
     @property
     def answer(self) -> str:
-        """The place in words."""
+        """The place as text."""
         if not self.silent:
             return self.text
         return f"does not answer. Last known {self.age_s:.0f} s ago: {self.text}"
 
     @property
     def age_s(self) -> float:
-        """How old it is. The clocks of two hosts may differ."""
+        """The age of the report in seconds. The clocks of two hosts may differ."""
         return max(0.0, time.time() - self.when)
 
 
@@ -80,21 +80,21 @@ def decode_place(said: str | None, silent: bool) -> Place:
 
 
 def short_message(error: BaseException) -> str:
-    """The text of gloo's error without the place in torch's source and gloo's hints."""
+    """The text of gloo's error without the position in torch's source and without gloo's hints."""
     return _WHERE_TORCH_SAW_IT.sub("", str(error)).partition(". This is typically")[0].strip()
 
 
 def lost_touch(rank: int, message: str) -> str:
-    """The first line of the report of a rank that has lost others; `message` is that of gloo's error."""
-    return f"rank {rank} has lost touch with another process ({message})."
+    """The first line of the report of a rank that has lost others; `message` is from gloo's error."""
+    return f"rank {rank} has lost the connection to another process ({message})."
 
 
 def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
-    """The report of a rank that has lost others. Behind its first line it is alike for all ranks.
+    """The report of a rank that has lost others. After its first line it is the same on all ranks.
 
     Args:
         rank: of this process.
-        message: of gloo's error, which tells a cut network from a process that ended.
+        message: of gloo's error, which distinguishes a broken network from an ended process.
         places: of all ranks.
     """
     here = places[rank].host
@@ -110,7 +110,7 @@ def missing_peers(rank: int, message: str, places: Mapping[int, Place]) -> str:
             else f"all {len(ranks)} ranks of {host} are"
         )
         numbers = "" if len(ranks) == 1 else f" (ranks {rank_list(ranks)})"
-        lines.append(f"  {who} silent since {last.age_s:.0f} s{numbers}. Last known: {last.text}")
+        lines.append(f"  {who} silent for {last.age_s:.0f} s{numbers}. Last known: {last.text}")
     shown: dict[str, list[int]] = {}
     for number in sorted(set(places) - hidden):
         place = places[number]

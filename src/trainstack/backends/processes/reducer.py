@@ -1,4 +1,4 @@
-"""`GradientReducer` wraps a module in `DistributedDataParallel`, again whenever its trained parameters change."""
+"""`GradientReducer` wraps a module in `DistributedDataParallel`, again each time its trained parameters change."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _BROADCAST_BY_WRAPPER = {
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
-"""Of dense buffers and frozen parameters, the dtypes that the wrapper broadcasts over gloo (torch 2.13.0)."""
+"""The dtypes of dense buffers and frozen parameters that the wrapper can broadcast over gloo (torch 2.13.0)."""
 
 _BUCKET_BYTES = 25 << 20
-"""The most memory of a sum in addition to the gradients; that of a bucket of `DistributedDataParallel`."""
+"""The most memory of a sum in addition to the gradients: the size of a bucket of `DistributedDataParallel`."""
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 class _Wrapper(DistributedDataParallel):
-    """Lays out buckets in one order from the first step on: the last parameters first, whose gradients come first."""
+    """Orders buckets from the first step on: the last parameters first, because their gradients are ready first."""
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
-        if self.find_unused_parameters:  # torch lays out buckets once, and reverses the order
+        # checked on torch 2.13.0, as is this private method
+        if self.find_unused_parameters:  # torch then orders buckets only once, and reverses the order
             return parameters, sparse
         return parameters[::-1], sparse[::-1]
 
@@ -43,15 +44,15 @@ class GradientReducer(nn.Module):
     """The model that a stack calls in training over several ranks.
 
     `DistributedDataParallel` reduces the parameters that required gradients when it was made. So `refresh` makes a new
-    wrapper when others do.
+    wrapper if this set changes.
 
     Args:
         module: the user's module.
-        comm: tells all ranks which parameters are trained.
-        group: sums gradients.
-        broadcast: gives tensors the values of rank 0, where the wrapper cannot.
-        comm_hook: a communication hook, with its state, for each wrapper; None for an all-reduce.
-        **options: of `DistributedDataParallel`.
+        comm: compares the trained parameters of all ranks.
+        group: the process group of the gradients.
+        broadcast: broadcasts tensors from rank 0 that the wrapper cannot broadcast.
+        comm_hook: a communication hook with its state, for each wrapper; None for an all-reduce.
+        options: keyword arguments of `DistributedDataParallel`.
 
     Attributes:
         finds_unused: whether a parameter may take no part in a step.
@@ -77,30 +78,30 @@ class GradientReducer(nn.Module):
         self._options = dict(options)
         self._wrapper: list[DistributedDataParallel] = []  # in a list, so that it is not a submodule
         self._known: list[int] = []
-        self._holds: list[nn.Parameter] = []  # of `_known`, whose ids stay unique while they are referenced
-        self._apart: dict[str, Tensor] = {}
+        self._holds: list[nn.Parameter] = []  # keeps the parameters of `_known` alive, so that their ids stay unique
+        self._apart: dict[str, Tensor] = {}  # buffers and frozen parameters that the wrapper cannot broadcast
         self.finds_unused = bool(options.get("find_unused_parameters"))
         self.syncs = True
         self._within_step = False  # between two passes of a step
         self._irregular = False  # parameters have changed within this step
-        self._used: set[int] = set()  # had a gradient in a pass of positive weight, by `id`, where that is recorded
-        self._zeros: set[int] = set()  # had none before a pass of weight 0
+        self._used: set[int] = set()  # ids of parameters with a gradient in a pass of positive weight, if recorded
+        self._zeros: set[int] = set()  # ids of parameters without a gradient before a pass of weight 0
 
     @property
     def is_static(self) -> bool:
-        """Whether torch takes the graph to be the same in each step."""
+        """Whether torch assumes the same graph in each step."""
         return bool(self._options.get("static_graph"))
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether all ranks get the buffers of rank 0 as a step begins."""
+        """Whether all ranks get the buffers of rank 0 at the beginning of a step."""
         return not self._wrapper or bool(getattr(self._wrapper[0], "broadcast_buffers", True))
 
     def forward(self, *, batch: Any, **rest: Any) -> Any:
         if not self._wrapper:
             return self.entry(batch=batch, **rest)
         wrapper = self._wrapper[0]
-        # torch 2.13.0: the attribute of `no_sync`, and whether a forward pass begins with a broadcast of buffers.
+        # torch 2.13.0: the attribute that `no_sync` sets, and the one that makes a forward pass broadcast buffers.
         wrapper.require_backward_grad_sync = self.syncs
         if self._apart and wrapper.require_forward_param_sync and self.shares_buffers:
             buffers = [buffer for name, buffer in self.entry.named_buffers() if name in self._apart]
@@ -108,9 +109,9 @@ class GradientReducer(nn.Module):
         return wrapper(batch=batch, **rest)
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Reduce the gradients of those of `parameters` that require some; a change on one rank is refused.
+        """Reduce the gradients of all `parameters` that require them. A change on only one rank is refused.
 
-        Parameters that have joined get the values of rank 0.
+        Added parameters get the values of rank 0.
 
         Raises:
             ConfigurationError: the ranks do not train the same parameters.
@@ -123,7 +124,7 @@ class GradientReducer(nn.Module):
             self._irregular |= self._within_step
 
     def _check_alike(self) -> None:
-        """All ranks come here, for the same parameters."""
+        """Compare the trained parameters of all ranks, which call it together."""
         mine = {name: list(p.shape) for name, p in self.entry.module.named_parameters() if p.requires_grad}
         first, *others = self._comm.gather(mine, "the parameters that are trained")
         for rank, other in enumerate(others, 1):
@@ -131,14 +132,14 @@ class GradientReducer(nn.Module):
             if differing:
                 raise ConfigurationError(
                     f"rank {rank} does not train the parameters that rank 0 trains: {differing[:5]} differ in shape or "
-                    "in requires_grad. Freeze, unfreeze and add parameters alike on all ranks, in the same hook."
+                    "in requires_grad. Freeze, unfreeze and add the same parameters on all ranks, in the same hook."
                 )
 
     def _wrap(self, shared: set[int]) -> None:
-        """Make a wrapper; the parameters whose `id` is in `shared` are equal on all ranks already."""
+        """Make a wrapper. The parameters whose `id` is in `shared` are already equal on all ranks."""
         for wrapper in self._wrapper:
-            # torch 2.13.0: there are no public names. The first call raises where the last reduction is not finished,
-            # as it does in each forward pass. The hooks may last as long as the parameters.
+            # torch 2.13.0: there are no public names. The first call raises if the last reduction has not finished, as
+            # each forward pass does. Without the second call the hooks would last as long as the parameters.
             wrapper.reducer._rebuild_buckets()
             wrapper._remove_autograd_hooks()  # type: ignore[no-untyped-call]
         self._wrapper.clear()
@@ -153,13 +154,13 @@ class GradientReducer(nn.Module):
         self._broadcast(list(self._apart.values()))
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.entry, list(self._apart))  # type: ignore[no-untyped-call]
         options = dict(self._options)
-        if shared:  # a broadcast of all would hide that the ranks differ
+        if shared:  # a broadcast of all parameters would hide that ranks have diverged
             options["init_sync"] = False
             self._broadcast([p.data for p in self.entry.parameters() if id(p) not in shared])
         wrapper = _Wrapper(self.entry, process_group=self._group, **options)
         if not (wrapper.find_unused_parameters or wrapper.static_graph):
-            # torch 2.13.0: otherwise the first step of each process has other buckets than the following ones. From 3
-            # ranks on, the order of a sum depends on the place in a bucket, so a resume would end with other bits.
+            # torch 2.13.0: otherwise the first step of each process has other buckets than later ones. With 3 or more
+            # ranks, the order of a sum depends on the position in a bucket, so a resume would give other bits.
             wrapper.reducer._push_all_rebuilt_params()
             wrapper.reducer._rebuild_buckets()
         if self._comm_hook is not None:
@@ -175,13 +176,13 @@ class GradientReducer(nn.Module):
         counts: bool,
         uneven: bool,
     ) -> None:
-        """`backward(loss)`; in the last pass of a step also the reductions that the wrapper cannot do.
+        """Run `backward(loss)`, and in the last pass of a step the reductions that the wrapper cannot do.
 
         Args:
-            parameters: of the module, as they are after the forward pass.
-            backward: adds up gradients; the wrapper sums them over the ranks.
+            parameters: of the module, after the forward pass.
+            backward: accumulates gradients; the wrapper sums them over the ranks.
             loss: of this pass.
-            counts: whether the pass has a positive weight. Else its gradients are replaced by zeros.
+            counts: whether the pass has a positive weight. Otherwise its gradients are replaced by zeros.
             uneven: whether a rank may run a pass of weight 0 in this step.
         """
         changed = _describe(parameters) != self._known  # by the forward pass
@@ -208,11 +209,11 @@ class GradientReducer(nn.Module):
             self._zeros.clear()
 
     def knows(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the ranks have agreed on `parameters`, whichever of them require gradients by now."""
+        """Whether the ranks have agreed on `parameters`, regardless of which require gradients now."""
         return list(map(abs, self._known)) == list(map(id, parameters))
 
     def run_deferred(self, parameters: Sequence[nn.Parameter], backward: Callable[[], None], *, counts: bool) -> None:
-        """`backward()`; the gradients stay those of this rank, or are dropped if the pass does not count."""
+        """Run `backward()`. The gradients remain those of this rank; if the pass does not count, they are dropped."""
         if counts:
             backward()
             return
@@ -226,7 +227,7 @@ class GradientReducer(nn.Module):
                 p.grad = gradient
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum the gradients that the ranks have; one that no rank has stays None. Share the buffers of rank 0."""
+        """Sum the gradients of the ranks, except those that no rank has. Broadcast the buffers of rank 0."""
         counts = self._comm.sum([float(p.grad is not None) for p in parameters], "the parameters with a gradient")
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, count in zip(parameters, counts, strict=True):
@@ -245,11 +246,11 @@ class GradientReducer(nn.Module):
             self._broadcast(list(self.entry.buffers()))
 
     def _check_change(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse changes that a forward pass may not make; the ranks of a change come here after the backward pass.
+        """Refuse changes that a forward pass may not make. All ranks with a change call it after the backward pass.
 
         Raises:
-            ConfigurationError: a parameter of the pass has other values on other ranks, or the wrapper waits for the
-                gradient of one that is frozen now.
+            ConfigurationError: a new parameter has other values on other ranks, or the wrapper waits for the gradient
+                of a parameter that is frozen now.
         """
         names = {id(p): name for name, p in self.entry.module.named_parameters()}
         known = set(map(abs, self._known))
@@ -262,8 +263,8 @@ class GradientReducer(nn.Module):
             if differing:
                 raise ConfigurationError(
                     f"train_step has created the parameters {differing[:5]}, which have other values on each rank, so "
-                    "that the sum of their gradients means nothing. Create them in a hook, such as on_end_train_step: "
-                    "then all ranks get the values of rank 0. Or initialise them alike on all ranks."
+                    "the sum of their gradients has no meaning. Create them in a hook, such as on_end_train_step: "
+                    "then all ranks get the values of rank 0. Or initialise them equally on all ranks."
                 )
         frozen = [names.get(id(p), "(no name)") for p in parameters if id(p) in self._known and not p.requires_grad]
         if frozen and self.syncs and self._wrapper:
@@ -281,10 +282,10 @@ class GradientReducer(nn.Module):
             self._used.add(id(parameter))
 
     def _run_zeroed(self, parameters: Sequence[nn.Parameter], backward: Callable[[Tensor], None], loss: Tensor) -> None:
-        """`backward(loss)` with gradients of 0, also where a derivative is inf or nan.
+        """Run `backward(loss)` with gradients of 0, even if a derivative is inf or nan.
 
-        The wrapper waits for the gradients of all parameters, unless it looks for unused ones. A loss that counts
-        nothing may be computed from none, so those that are missing get a second backward pass.
+        The wrapper waits for the gradients of all parameters, unless it looks for unused ones. A loss of weight 0 may
+        depend on no parameter, so missing gradients are made by a second backward pass.
         """
         trained, fired = [p for p in parameters if p.requires_grad], set[int]()
         self._zeros |= {id(p) for p in trained if p.grad is None}
@@ -301,7 +302,7 @@ class GradientReducer(nn.Module):
                 backward(self._zero_loss(missing, loss.device))
 
     def _reduce_rest(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of parameters that joined or left within the step, as the wrapper averages others."""
+        """Average the gradients of parameters that joined or left within the step, as the wrapper does for others."""
         known = set(self._known)
         rest = [p for p in parameters if id(p) not in known]
         counts = self._comm.sum([float(p.grad is not None) for p in rest], "parameters that changed within a step")
@@ -313,9 +314,9 @@ class GradientReducer(nn.Module):
                 parameter.grad = gradient.div_(self._comm.size)
 
     def _drop_unused(self, parameters: Sequence[nn.Parameter], held: set[int]) -> None:
-        """Drop the gradients of 0 of parameters that no pass of positive weight has used on any rank.
+        """Remove the zero gradients of parameters that no pass of positive weight has used on any rank.
 
-        User code may have set gradients before the pass; these are `held`.
+        `held` are parameters whose gradients user code set before the pass; they stay.
         """
         trained = [p for p in parameters if p.requires_grad]
         counts = self._comm.sum([float(id(p) in self._used) for p in trained], "the parameters that a step used")
@@ -324,7 +325,7 @@ class GradientReducer(nn.Module):
                 parameter.grad = None
 
     def _zero_loss(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-        """A loss of 0 with a gradient of 0 for each of `parameters`, which is sparse where the wrapper expects that."""
+        """A loss of 0 with a gradient of 0 for each of `parameters`, sparse if the wrapper expects that."""
         layers = (m for m in self.entry.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
         sparse = {id(layer.weight) for layer in layers}
         parts = []
@@ -348,7 +349,7 @@ class _Entry(nn.Module):
 
 
 def _describe(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """The parameters by `id`, which is negative for those that require no gradient."""
+    """The parameters by `id`, negative for those that require no gradient."""
     return [id(p) if p.requires_grad else -id(p) for p in parameters]
 
 
@@ -363,8 +364,8 @@ def _gradient_hooks(
 ) -> Iterator[None]:
     """A block in which `hook(parameter, gradient)` is called before a gradient is added to `.grad`.
 
-    The gradient is None where autograd passes on an undefined one. The hooks come before those of user code, which may
-    add to a gradient.
+    The gradient is None if autograd passes an undefined one. These hooks run before those of user code, which may add
+    to a gradient.
     """
 
     def of(parameter: nn.Parameter) -> Callable[[Tensor | None], Any]:

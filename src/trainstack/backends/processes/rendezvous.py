@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks: the store, and what they agree on before they make a process group."""
+"""The rendezvous of the ranks: they agree on a store and a name before they make a process group."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trainstack.errors import TrainstackError
 _ROUND = "trainstack/round"
 
 _FIRST_WAIT_S = 0.02
-"""For a reply, before a rank looks whether the round is still the same; then longer and longer."""
+"""The first pause of a rank that waits for a reply, after which it reads the round again. Later pauses are longer."""
 
-_LONGEST_S = 7 * 86400.0
+_LONGEST_S = 7 * 86400.0  # a week in place of infinity, which a socket timeout cannot represent
 
 _hosted_stores: dict[int, Store] = {}
 """Stores hosted by this process, by port; kept alive because another rank may still connect."""
@@ -42,14 +42,14 @@ _log = logging.getLogger("trainstack")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What a rank says of itself at the rendezvous.
+    """The message of a rank about itself at the rendezvous.
 
     Args:
-        nonce: of this attempt, new each time.
-        run: what all ranks of a run share, and other runs do not.
+        nonce: a random name of this attempt.
+        run: facts that all ranks of a run share, and that other runs do not have.
         host: the name of the host.
-        address: of this host, on the way to the store.
-        store_address: of the host of the store, as this rank has reached it.
+        address: of this host, on the route to the store.
+        store_address: of the host of the store, as this rank reached it.
     """
 
     nonce: str
@@ -60,23 +60,23 @@ class Member:
 
     @property
     def described(self) -> str:
-        """The run in words."""
+        """The run as text."""
         return ", ".join(f"{name}={value}" for name, value in self.run.items())
 
     @property
     def launched_run(self) -> dict[str, str]:
-        """The run without what may change while the launcher keeps its store: trainers one after the other, and an
-        elastic start with other hosts."""
+        """The run without the facts that may change while the launcher keeps its store: several trainers of a process
+        differ in `run_id`, and an elastic start with other hosts in `world_size`."""
         return {name: value for name, value in self.run.items() if name not in ("run_id", "world_size")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """What the ranks have agreed on.
+    """The result of the rendezvous.
 
     Args:
-        store: to hand to `init_process_group`. No other group has its prefix.
-        words: the same part of the store over another connection, for what ranks tell each other meanwhile.
+        store: for `init_process_group`. No other group has its prefix.
+        words: the same part of the store over another connection, for messages of ranks while the first one waits.
         members: by rank.
     """
 
@@ -86,15 +86,15 @@ class Rendezvous:
 
 
 def rendezvous_store(place: ProcessInfo, timeout_s: float, environ: Mapping[str, str] | None = None) -> Store:
-    """The store to hand to `torch.distributed.init_process_group(store=...)`.
+    """The store for `torch.distributed.init_process_group(store=...)`.
 
-    It may hold what an earlier group has left: torchrun's agent keeps its store when it starts the workers again, and a
-    process that hosts one keeps it from one trainer to the next. gloo would find addresses there at which nobody is,
-    and wait for them for ever (seen with torch 2.13). So the processes first agree on a name that no other group has,
-    and use only keys below it.
+    The store may contain keys of an earlier group: torchrun's agent keeps its store when it restarts the workers, and a
+    process that hosts a store keeps it for its next trainers. gloo would read addresses of ended processes there and
+    wait for them without limit (seen with torch 2.13). So the processes first agree on a new name, and then use only
+    keys with this prefix.
 
     Raises:
-        TrainstackError: a process has not come within `timeout_s`, or belongs to another run.
+        TrainstackError: a process has not arrived within `timeout_s`, or belongs to another run.
     """
     return rendezvous(place, timeout_s, os.environ if environ is None else environ).store
 
@@ -105,7 +105,7 @@ def rendezvous(
     """Connect to the store, and agree on a name for the group.
 
     Raises:
-        TrainstackError: a process has not come within `timeout_s`, or belongs to another run.
+        TrainstackError: a process has not arrived within `timeout_s`, or belongs to another run.
     """
     deadline = time.monotonic() + timeout_s
     store = _connect(place, timeout_s, environ)
@@ -116,7 +116,7 @@ def rendezvous(
         address=local_address_to(place.master_addr) or "",
         store_address=_resolved(place),
     )
-    # A second more for requests, so that a rank that is missing is told from a store that is silent.
+    # Requests get a second more, so that a missing rank is distinguished from a store that does not answer.
     talk = TimedStore(store, timeout_s, deadline + 1.0)
     agreement = Agreement(talk, mine, place.rank, place.size, environ.get(TOKEN, ""), deadline)
     try:
@@ -130,10 +130,10 @@ def rendezvous(
 
 
 def run_identity(place: ProcessInfo, environ: Mapping[str, str], run_id: str | None) -> dict[str, str]:
-    """What all ranks of a run share: two runs that use one port by accident differ in it.
+    """The facts that all ranks of a run share. Two runs that use one port by accident differ in them.
 
-    Of the script only the file name counts, because hosts may keep copies of it in different folders. The number of
-    restarts does not count: each agent of torchrun has its own.
+    The script is given by its file name only, because hosts may keep copies in different folders. The number of
+    restarts is omitted, because each agent of torchrun counts separately.
     """
     names = {
         "torchrun": ("TORCHELASTIC_RUN_ID",),
@@ -154,10 +154,10 @@ def _resolved(place: ProcessInfo) -> str:
 
 
 def _connect(place: ProcessInfo, timeout_s: float, environ: Mapping[str, str]) -> Store:
-    """A client of the store, which rank 0 hosts where no agent of torchrun does."""
+    """Connect to the store. Rank 0 hosts it, unless an agent of torchrun does."""
     hosted = place.launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts_here = place.rank == 0 and not hosted
-    # Where all ranks are on this host, none needs to be reached from outside it.
+    # If all ranks are on this host, the store does not have to be reachable from other hosts.
     host = LOOPBACK if is_on_one_host(place, environ) and not hosted else place.master_addr
     listener = listen_on_loopback(place.master_port) if hosts_here and host == LOOPBACK else None
     options: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
@@ -169,13 +169,13 @@ def _connect(place: ProcessInfo, timeout_s: float, environ: Mapping[str, str]) -
             place.size,
             is_master=hosts_here,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the agreement waits for them, and can say who is missing
+            wait_for_workers=False,  # the agreement waits for them, and can name the missing ones
             multi_tenant=not hosted,
             **options,
         )
 
     try:
-        store = run_with_clock(connect, timeout_s + 1.0)  # torch 2.13.0: a client of a silent port has no limit
+        store = run_with_clock(connect, timeout_s + 1.0)  # torch 2.13.0: no timeout for a port that does not answer
     except (DistError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             raise TrainstackError(
@@ -194,21 +194,22 @@ def _absent(place: ProcessInfo, timeout_s: float, reason: str, refused: Mapping[
     return (
         f"rank {place.rank} of {place.size}, on {socket.gethostname()}, has not met the others at "
         f"{place.master_addr}:{place.master_port} within {timeout_s:g} s ({reason}).{others} "
-        "Every process has to come as far as the first use of its trainer: look at the output of the others, which "
-        "may have failed before, and for an `if rank == 0:` around the training. Where ranks need longer until then: "
+        "Every process has to reach the first use of its trainer: look at the output of the others, which "
+        "may have failed before, and for an `if rank == 0:` around the training. If ranks need longer until then: "
         "backend_options={'ddp': {'rendezvous_timeout_s': ...}}."
     )
 
 
 class Agreement:
-    """The ranks of one group find a name for it that no other group has.
+    """The ranks of one group agree on a name that no other group has.
 
-    Rank 0 invents the name, the others answer to it. An answer to the name of an earlier group does no harm: rank 0
-    counts only answers to its own, and a rank believes a name only when rank 0 has confirmed its answer, whose nonce is
-    new each time. A rank of another run, or without the token, is refused, and its place stays free for the right one.
+    Rank 0 makes the name, and the others answer to it. An answer to the name of an earlier group has no effect: rank 0
+    counts only answers to its name, and a rank accepts a name only after rank 0 has confirmed its answer, whose nonce
+    is
+    new for each attempt. A rank of another run, or without the token, is refused, and its place remains free.
 
     Attributes:
-        refused: what to say of each rank that was refused, by rank.
+        refused: a message for each refused rank, by rank.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Agreement:
         self.refused: dict[int, str] = {}
 
     def lead(self) -> tuple[str, list[Member]]:
-        """What rank 0 does; the name, and the members by rank."""
+        """The part of rank 0. Returns the name, and the members by rank."""
         name, members, seen = self._mine.nonce, {0: self._mine}, 0
         self._store.set(_ROUND, json.dumps(asdict(self._mine)))
         with self._waiting_for(f"trainstack/{name}/all") as pauses:
@@ -236,7 +237,7 @@ class Agreement:
         return name, [members[rank] for rank in range(self._size)]
 
     def follow(self) -> tuple[str, list[Member]]:
-        """What another rank does."""
+        """The part of the other ranks. Returns the name, and the members by rank."""
         name = ""
         with self._waiting_for(_reply_to(self._mine)) as pauses:
             while True:
@@ -255,14 +256,15 @@ class Agreement:
 
     @contextmanager
     def _waiting_for(self, key: str) -> Iterator[Iterator[bool]]:
-        """A block with pauses, each longer than the one before; they say whether the key is there, and end with it.
+        """A block with pauses, each longer than the one before. They yield whether the key exists, and end with it.
 
-        A key that wakes in vain, since a stranger has set it, does not shorten the pauses that follow.
+        If the key exists without being valid, because a foreign process set it, the next pauses sleep.
         """
         waiting = KeyWait(self._store, key, max(0.0, min(self._deadline - time.monotonic(), _LONGEST_S)) + 5.0)
 
         def pauses() -> Iterator[bool]:
-            pause, woken = max(_FIRST_WAIT_S, self._size / 2000), False  # there is one store for all
+            # longer for more ranks, which share one store: about 2,000 requests a second at first
+            pause, woken = max(_FIRST_WAIT_S, self._size / 2000), False
             while True:
                 seconds = min(pause, max(0.001, self._deadline - time.monotonic()))
                 if woken:
@@ -270,7 +272,7 @@ class Agreement:
                 else:
                     woken = waiting.wait(seconds)
                 yield woken
-                pause = min(2 * pause, max(0.1, self._size / 400))
+                pause = min(2 * pause, max(0.1, self._size / 400))  # and about 400 later
 
         try:
             yield pauses()
@@ -283,7 +285,7 @@ class Agreement:
             self._store.set(f"trainstack/{name}/all", "")
 
     def _read_reply(self, name: str) -> list[Member] | None:
-        """The members, once rank 0 has confirmed this one."""
+        """The members, after rank 0 has confirmed this one; None before."""
         why = self._store.find(_reply_to(self._mine))
         if why:
             raise TrainstackError(why)
@@ -293,7 +295,7 @@ class Agreement:
         return members if members[self._rank : self._rank + 1] == [self._mine] else None
 
     def _read_answers(self, name: str, ranks: list[int]) -> dict[int, Member]:
-        """Those of the ranks' answers that are there and of this run; strangers are refused."""
+        """The valid answers of `ranks` so far. Ranks of other runs are refused."""
         keys = [f"trainstack/{name}/{rank}" for rank in ranks]
         missing = set(self._store.missing(keys))
         ranks = [rank for at, rank in enumerate(ranks) if at not in missing]
@@ -313,7 +315,7 @@ class Agreement:
             why = (
                 f"rank {rank} at {member.host} belongs to another run ({member.described}) "
                 f"than rank 0 at {self._mine.host} ({self._mine.described}): two runs use one "
-                " MASTER_ADDR and MASTER_PORT. Give each run another port."
+                "MASTER_ADDR and MASTER_PORT. Give each run another port."
             )
         if self.refused.get(rank) != why:
             self.refused[rank] = why
@@ -333,7 +335,7 @@ class Agreement:
         return f"{self._mac(about, text)}\n{text}"
 
     def _signed(self, about: str, text: str) -> str | None:
-        """The text behind a valid signature, or None."""
+        """The text with a valid signature, or None."""
         mac, _, said = text.partition("\n")
         return said if hmac.compare_digest(mac, self._mac(about, said)) else None
 
@@ -347,18 +349,18 @@ class Agreement:
 
 
 def _reply_to(member: Member) -> str:
-    """The key under which rank 0 replies: nothing where it confirms, else why it refuses."""
+    """The key of rank 0's reply: an empty text confirms, another one is the reason of a refusal."""
     return f"trainstack/reply/{member.nonce}"
 
 
 def packed_members(members: Mapping[int, Member]) -> str:
-    """Members of one run as a text; hosts and addresses repeat, so about 30 bytes each."""
+    """Members of one run as text. Hosts and addresses repeat, so compression leaves about 30 bytes for each."""
     facts = [[m.nonce, m.host, m.address, m.store_address] for _, m in sorted(members.items())]
     return base64.b64encode(zlib.compress(json.dumps(facts).encode())).decode()
 
 
 def unpacked_members(text: str, run: dict[str, str]) -> list[Member]:
-    """The members by rank; they share `run`."""
+    """The members by rank. They share `run`."""
     facts = json.loads(zlib.decompress(base64.b64decode(text)))
     return [
         Member(nonce=nonce, run=run, host=host, address=address, store_address=store)

@@ -1,4 +1,4 @@
-"""SLURM's environment variables: host lists, tasks per node, detection of srun."""
+"""SLURM's environment variables: host lists, tasks of each node, detection of srun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from trainstack.backends.processes.variables import Variables
 from trainstack.errors import ConfigurationError
 
-# The steps that a job has without any srun: the script given to sbatch, the shell of an interactive job, and others.
+# Step ids of a job without srun: the batch script, the shell of an interactive job, and others (`SLURM_BATCH_SCRIPT`,
+# `SLURM_INTERACTIVE_STEP`, ... in slurm.h are the highest 32-bit numbers).
 _STEPS_OF_NO_WORLD = range(4_294_967_280, 4_294_967_296)
 
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -18,10 +19,10 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task that srun started, and not a batch script or an interactive shell.
+    """Whether srun started this process as a task, as opposed to a batch script or an interactive shell.
 
-    Only srun sets the variables of a step; a batch script sees SLURM_PROCID and SLURM_NTASKS, too.
-    `srun --pty` starts a shell: what runs in it is no task, whatever the number of tasks.
+    Only srun sets the variables of a step; a batch script has SLURM_PROCID and SLURM_NTASKS too. Programs in a shell of
+    `srun --pty` are not tasks, for any number of tasks.
     """
     if not environ.get("SLURM_PROCID"):
         return False
@@ -34,7 +35,7 @@ def started_by_srun(environ: Mapping[str, str]) -> bool:
 
 
 def port_of(number: int) -> int:
-    """A port from 15000 to 30999, the same for the same number: below what systems hand out by themselves."""
+    """A port from 15000 to 30999, a function of `number`; below the ports that systems assign to clients."""
     return 15000 + number % 16000
 
 
@@ -42,7 +43,7 @@ def expand_counts(text: str) -> list[int]:
     """`"4(x2),3"` -> `[4, 4, 3]`: the tasks of each machine.
 
     Raises:
-        ValueError: it is none of SLURM's forms.
+        ValueError: `text` does not have the form that SLURM writes.
     """
     counts: list[int] = []
     for item in text.split(","):
@@ -57,11 +58,11 @@ def expand_hosts(text: str) -> list[str]:
     """`"node[01-03,7],gpu5"` -> `["node01", "node02", "node03", "node7", "gpu5"]`.
 
     Raises:
-        ValueError: it is none of SLURM's forms.
+        ValueError: `text` does not have the form that SLURM writes.
     """
     items = _HOSTS.findall(text)
     if not items or ",".join(items) != text:
-        raise ValueError(f"{text!r} is no list such as 'node[01-03,7],gpu5'")
+        raise ValueError(f"{text!r} is not a list such as 'node[01-03,7],gpu5'")
     return [host for item in items for host in _expand_item(item.strip())]
 
 
@@ -81,7 +82,7 @@ def _expand_item(item: str) -> list[str]:
 
 
 def first_host(variables: Variables) -> str:
-    """The machine of rank 0: the first of the step's list."""
+    """The machine of rank 0: the first in the list of the step."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     name = next((name for name in names if variables.has(name)), names[0])
     text = variables.text(name, remedy="Export MASTER_ADDR, the host of rank 0.")
@@ -92,9 +93,9 @@ def first_host(variables: Variables) -> str:
 
 
 def tasks_of_nodes(variables: Variables, size: int, size_name: str) -> list[int]:
-    """How many of the step's `size` tasks run on each of its machines.
+    """The number of tasks of the step on each of its machines; their sum is `size`.
 
-    The variables of the whole job count only where they add up: a step may be smaller than its job.
+    The variables of the whole job are used only if they have this sum, because a step may be smaller than its job.
     """
     said = []
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
@@ -106,13 +107,13 @@ def tasks_of_nodes(variables: Variables, size: int, size_name: str) -> list[int]
         except ValueError as error:
             raise ConfigurationError(f"{name}={text!r}: {error}.") from error
         if name == "SLURM_NTASKS_PER_NODE" and len(counts) == 1 and counts[0] and size % counts[0] == 0:
-            counts *= size // counts[0]  # this one is a wish, the same for every machine
+            counts *= size // counts[0]  # this variable is the option of srun, one number for all machines
         if sum(counts) == size:
             return counts
         said.append(f"{name}={text}")
     if variables.number("SLURM_STEP_NUM_NODES", default=variables.number("SLURM_NNODES", default=0)) == 1:
         return [size]
     raise ConfigurationError(
-        f"{size_name}={size}, and {' and '.join(said) or 'SLURM_STEP_TASKS_PER_NODE, which is missing,'} does not add "
-        "up to it, so the tasks of this machine cannot be counted. Start with: srun --ntasks-per-node=N python train.py"
+        f"{size_name}={size}, but {' and '.join(said) or 'SLURM_STEP_TASKS_PER_NODE, which is missing,'} has another "
+        "sum, so the tasks of this machine cannot be counted. Start with: srun --ntasks-per-node=N python train.py"
     )

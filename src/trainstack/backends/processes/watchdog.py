@@ -1,4 +1,4 @@
-"""A watchdog thread that ends collectives when another rank has failed or is missing."""
+"""A watchdog thread that aborts collectives if another rank has failed or is missing."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _OURS = str(Path(__file__).parents[2]) + os.sep  # the folder of the package
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PYTHON = str(Path(os.__file__).parent) + os.sep
 _WRAPPERS = ("fail_together", "hook", "announced", "_train_until_stopped")
-"""Functions around a public method of a trainer, every hook, every verb and the training: no place names them."""
+"""Functions around a public method of a trainer, every hook, every verb and the training; omitted from places."""
 
 _THREAD = re.compile(r"hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class StackFrame(NamedTuple):
-    """A line of a stack."""
+    """One line of a stack."""
 
     file: str
     line: int
@@ -52,10 +52,10 @@ class StackFrame(NamedTuple):
 
 
 def summarize_thread(thread: int) -> str:
-    """Where the thread with this ident is now; "" if it is gone.
+    """The current place of the thread with this ident; "" if it has ended.
 
-    A thread that runs changes its frames while another one walks them in Python, at which CPython may crash.
-    `faulthandler` walks them in one go.
+    A running thread changes its frames while another one walks them in Python, which may crash CPython. `faulthandler`
+    reads them without releasing the GIL.
     """
     with suppress(OSError), tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -65,7 +65,7 @@ def summarize_thread(thread: int) -> str:
 
 
 def _frames_of(thread: int, dump: str) -> list[StackFrame]:
-    """What a dump of `faulthandler` says of one thread, the innermost frame first."""
+    """The frames of one thread in a dump of `faulthandler`, innermost first."""
     for part in dump.split("\n\n"):
         head, *lines = part.splitlines() or [""]
         found = _THREAD.search(head)
@@ -75,14 +75,14 @@ def _frames_of(thread: int, dump: str) -> list[StackFrame]:
 
 
 def summarize_traceback(raised: TracebackType | None) -> str:
-    """Where an exception comes from."""
+    """The place in the code where an exception was raised."""
     frames = traceback.walk_tb(raised)
     return _line(StackFrame(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames)
 
 
 def _line(stack: Iterable[StackFrame]) -> str:
-    """`train > train_epoch > ... > train_step, at train.py:41: time.sleep(60)`: what is neither torch's nor Python's,
-    from the first function of this library on."""
+    """`train > train_epoch > ... > train_step, at train.py:41: time.sleep(60)`: the functions of neither torch nor
+    Python, from the first one of this library on."""
     places = [place for place in stack if _is_informative(place.file)]
     first = next((at for at, place in enumerate(places) if place.file.startswith(_OURS)), 0)
     if not places:
@@ -102,44 +102,44 @@ def _is_informative(file: str) -> bool:
 
 
 PAUSE_S = 1.0
-"""Between two looks at the store; longer where there are more than a hundred processes, for there is one store."""
+"""Between two reads of the store; longer for more than a hundred processes, because they share one store."""
 
 GRACE_S = 2.0
-"""For a process to learn by itself that another one has failed, before its connections are cut."""
+"""Time for a process to notice without help that another one has failed, before its connections are closed."""
 
 ANSWER_S = 2.0
-"""How long to wait, after a look, for the others to say where they are."""
+"""Time for the others to report their places, in addition to their pause between two reads."""
 
-_POLL_S = 0.02
+_POLL_S = 0.02  # short against the answers; only ranks that already have an error poll
 
 _ASKERS = 3
-"""Ranks that ask all others one after the other, where the one before has died meanwhile."""
+"""The number of ranks that ask all others, one after the other, in case an earlier one ends before its report."""
 
 _ALL_PRINT = 16
-"""Up to so many ranks each prints where all are; of more, the one that asked and rank 0."""
+"""Up to this number of ranks, each prints the places of all. With more, only the asking rank and rank 0 do."""
 
 _LOST = ("/gloo/", "Application timeout caused pair closure")
-"""What the text of a plain RuntimeError of gloo's has in it."""
+"""A plain RuntimeError with one of these texts comes from gloo (torch 2.13.0)."""
 
 
 class PeerWatchdog(threading.Thread):
-    """A thread that looks at the store once a second while the processes work together; a step costs nothing more.
+    """A thread that reads the store once a second while the processes work together. A step has no further cost.
 
-    It leaves word of where this process is, answers when another one asks, and when another one has failed it
-    cuts the connections that this one may be waiting on: a process that failed need not have ended.
+    It stores the place of this process and answers when another process asks. When another process has failed, it
+    aborts the connections on which this one may wait: a process that failed need not have ended.
 
     Args:
-        store: the group's, with keys of this run only. This thread may wait for it without an end.
+        store: the group's store, with keys of this run only. This thread may wait for it without limit.
         rank: of this process.
-        size: how many there are.
-        number: counts the watchdogs of a run, alike in all its processes.
-        acknowledged: failures up to this number were raised here before and are not heard again. A later one may still
-            be of an earlier watchdog: another process failed in it when this one was through already.
-        where: what to say beside the place in the code, such as the step.
-        abort_collectives: makes every collective of this process fail, those under way included.
+        size: the number of ranks.
+        number: counts the watchdogs of a run, equally in all its processes.
+        acknowledged: failures up to this number were raised here before and are ignored. A later one may still be of an
+            earlier watchdog: another process failed in it after this one had left it.
+        where: returns a description such as the step, in addition to the place in the code.
+        abort_collectives: makes every collective of this process fail, including current ones.
 
     Attributes:
-        failed: the number of what `resolve_error` has judged.
+        failed: the number of the last failure that `resolve_error` has handled.
     """
 
     failed: int
@@ -166,34 +166,34 @@ class PeerWatchdog(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Look until told to stop, or until the store is gone and with it everybody to talk to."""
+        """Read the store until `stop` is called, or until the store and with it all other ranks are unreachable."""
         with suppress(RuntimeError):
             while not self._stopping.is_set():
-                with suppress(StoreSilentError):  # the network may come back
+                with suppress(StoreSilentError):  # the network may recover
                     if self._poll():
                         return
                 self._stopping.wait(self._pause)
 
     def stop(self) -> None:
-        """Look no more, and tell those who may still ask."""
+        """Stop reading, and tell processes that may still ask."""
         self._stopping.set()
-        if self._is_cut_off:  # the thread waits for the store, and nobody can be told
+        if self._is_cut_off:  # the thread waits for the store, and no message could be sent
             return
         self.join(self._pause + GRACE_S)
         with suppress(RuntimeError, StoreSilentError):
             store = self._store.within(ANSWER_S)
             if self._failed_at is not None:
                 self._count(store, f"heard/{self._number}")
-            store.set(f"place/{self._rank}", encode_place(f"{self._where()}; its trainer is at work no more"))
+            store.set(f"place/{self._rank}", encode_place(f"{self._where()}; its trainer has finished"))
 
     def resolve_error(self, error: BaseException) -> BaseException:
-        """What is to be raised for `error`: itself, left for the others to read, or what another process has left.
+        """The exception to raise for `error`: `error`, which is stored for the others, or the failure of another rank.
 
-        Where processes are missed and none has left word, all are asked where they are.
+        If other ranks are missing and none has stored a failure, all ranks are asked for their places.
         """
         self._failed_at = f"{self._where()}; {summarize_traceback(error.__traceback__)}"
         if isinstance(error, StoreSilentError):
-            return PeerError(f"rank {self._rank} has lost touch: {error} It was at {self._failed_at}")
+            return PeerError(f"rank {self._rank} has lost the connection: {error} It was at {self._failed_at}")
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         if type(error) is RuntimeError or isinstance(error, dist.DistError):
             with suppress(RuntimeError, StoreSilentError):
@@ -203,17 +203,17 @@ class PeerWatchdog(threading.Thread):
             if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
                 error = PeerError(self._report(error))
                 text = str(error)
-        with suppress(RuntimeError, StoreSilentError):  # where the store is gone, there is nobody left to tell
+        with suppress(RuntimeError, StoreSilentError):  # without the store, no other rank can be reached
             self._publish_failure(f"{type(error).__name__}: {error}", text)
         return error
 
     @property
     def _is_cut_off(self) -> bool:
-        """Whether the store has not answered for so long that it is of no use to ask it."""
+        """Whether the store has not answered for so long that another request is useless."""
         return self._store.silent_s > self._pause + ANSWER_S
 
     def _publish_failure(self, line: str, text: str) -> None:
-        """Leave word of a failure, unless another process has done so in this watchdog; rank 0 waits for answers."""
+        """Store a failure, unless another process has done so in this watchdog. Rank 0 waits for the readers."""
         if self._is_cut_off:
             return
         store = self._store.within(self._pause + 2 * ANSWER_S)
@@ -226,13 +226,13 @@ class PeerWatchdog(threading.Thread):
             self._wait_for_count(store, f"heard/{self._number}", self._size - 1)
 
     def _count(self, store: TimedStore, name: str) -> None:
-        """Count this rank among those that have done something, once."""
+        """Increment a counter for this rank, once for each name."""
         if name not in self._counted:
             self._counted.add(name)
             store.add(f"{name}/count", 1)
 
     def _wait_for_count(self, store: TimedStore, name: str, number: int) -> bool:
-        """Give the others time; whether so many have counted themselves. One request for all of them at each look."""
+        """Wait until the counter is at least `number`; False on a timeout. Each read is one request for all ranks."""
         deadline = time.monotonic() + self._pause + ANSWER_S
         while store.add(f"{name}/count", 0) < number:
             if time.monotonic() > deadline:
@@ -241,7 +241,7 @@ class PeerWatchdog(threading.Thread):
         return True
 
     def _poll(self) -> bool:
-        """Whether there is nothing more to look for."""
+        """Read the store once. Return whether the watchdog has nothing more to do."""
         here = encode_place(self._failed_at or f"{self._where()}; {summarize_thread(self._watched)}")
         self._store.set(f"place/{self._rank}", here)
         asked = self._store.find("asked")
@@ -256,7 +256,7 @@ class PeerWatchdog(threading.Thread):
         return True
 
     def _failure(self) -> PeerError | None:
-        """What another process has left since this one last failed."""
+        """A failure that another process has stored since this one last failed."""
         store = self._store.within(ANSWER_S)
         said = store.find("failure")
         failure = json.loads(said) if said is not None else None
@@ -267,7 +267,7 @@ class PeerWatchdog(threading.Thread):
         where = f" There, on {failure['host']}: {failure['line']} (its output has the traceback)"
         if self._rank == 0:
             where = f" There, on {failure['host']}:\n{failure['text']}"
-        return PeerError(f"rank {failure['rank']} failed, so rank {self._rank} stops as well.{where}")
+        return PeerError(f"rank {failure['rank']} failed, so rank {self._rank} stops too.{where}")
 
     def _report(self, error: BaseException) -> str:
         message = short_message(error)
@@ -278,17 +278,17 @@ class PeerWatchdog(threading.Thread):
             pass
         except RuntimeError:
             return (
-                f"rank {self._rank} has lost touch with another process ({message}).\nThe group's store is gone as "
-                "well, so ranks cannot report: the process that hosts it (rank 0, or the agent of torchrun) has ended. "
+                f"rank {self._rank} has lost the connection to another process ({message}).\nThe group's store is gone "
+                "too, so ranks cannot report: the process that hosts it (rank 0, or the agent of torchrun) has ended. "
                 f"It was at {self._failed_at}"
             )
         return (
-            f"rank {self._rank} has lost touch with another process ({message}).\n{self._store.silence(0)}\n"
+            f"rank {self._rank} has lost the connection to another process ({message}).\n{self._store.silence(0)}\n"
             f"It was at {self._failed_at}"
         )
 
     def _report_of_all(self, message: str) -> str:
-        """Where each rank is. One rank asks all, the others read its report; each next one asks if none comes."""
+        """The places of all ranks. One rank asks all, the others read its report. If none comes, the next rank asks."""
         assert self._failed_at is not None
         first = lost_touch(self._rank, message)
         for attempt in range(_ASKERS):
@@ -309,7 +309,7 @@ class PeerWatchdog(threading.Thread):
         return f"{first} It was at {self._failed_at}"
 
     def _locate_ranks(self, store: TimedStore, answer: str) -> dict[int, Place]:
-        """Ask everybody; where each rank is."""
+        """Ask all ranks for their places."""
         assert self._failed_at is not None
         store.set(f"{answer}/{self._rank}", encode_place(self._failed_at))
         self._count(store, answer)

@@ -1,11 +1,11 @@
-"""Encoding of what ranks tell each other as bytes; decoding imports, calls and executes nothing.
+"""Encoding of values that ranks exchange as bytes. Decoding imports, calls and executes nothing.
 
-A message has a head, which is one tag byte and its fields for each value in preorder, and blobs: the bytes of large
-tensors and arrays, so that they are sent from and received into their own memory. All lengths are checked against the
-bytes that are there before anything is allocated.
+A message has a head and blobs. The head has one tag byte and its fields for each value, in preorder. The blobs are the
+bytes of large tensors and arrays, so that they are sent from and received into separate memory. All lengths are checked
+against the existing bytes before memory is allocated.
 
-Dataclasses and named tuples travel as the name of their class and their fields. The receiver uses that class if its own
-message of the same exchange held it, and a plain container otherwise.
+Dataclasses and named tuples are sent as the name of their class and their fields. The receiver uses that class if its
+message of the same exchange contained it, and a plain container otherwise.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor
 from trainstack.errors import ModuleContractError, PeerError
 
 BLOB_BYTES = 1 << 16
-"""Tensors and arrays of more bytes are sent from their own memory."""
+"""Tensors and arrays with more bytes are blobs; smaller ones are copied into the head, which costs less."""
 
 MAX_DEPTH = 100
-"""How deep values may nest; both directions recurse."""
+"""The deepest nesting of values. Encoding and decoding recurse, and Python's recursion limit is 1,000."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _LAYOUTS: dict[str, tuple[torch.layout, tuple[str, ...]]] = {
@@ -55,7 +55,7 @@ _ALLOW = (
 
 
 class At(NamedTuple):
-    """A value that error messages call by `place`; it travels as the value alone."""
+    """A value with its name in error messages; only the value is sent."""
 
     place: str
     value: Any
@@ -66,9 +66,9 @@ class Message:
     """The result of `encode`.
 
     Attributes:
-        head: its structure and all that is small; it begins with the sizes of itself and of the blobs.
+        head: the structure and all small values; it begins with the sizes of the head and of the blobs.
         blobs: the bytes of large tensors, flat uint8 on the CPU; they may share memory with the value.
-        classes: dataclasses and named tuples met, by the names under which they travel.
+        classes: the dataclasses and named tuples in the value, by their names in the message.
     """
 
     head: bytes
@@ -76,7 +76,7 @@ class Message:
     classes: dict[str, type]
 
     def packed(self) -> bytes | Tensor:
-        """The message in one piece."""
+        """The message as one piece."""
         if not self.blobs:
             return self.head
         return torch.cat([torch.frombuffer(bytearray(self.head), dtype=torch.uint8), *self.blobs])
@@ -86,12 +86,12 @@ def encode(value: Any, root: str = "the value", *, allow_pickle: bool = False) -
     """Encode `value`, of exact types: a subclass of dict does not count as a dict.
 
     Args:
-        value: what to send.
-        root: what error messages call it.
-        allow_pickle: pickle what has no encoding.
+        value: the value to send.
+        root: its name in error messages.
+        allow_pickle: pickle objects without an encoding.
 
     Raises:
-        ModuleContractError: naming the place in the value and the type found there.
+        ModuleContractError: an object has no encoding. The message has its place in the value and its type.
     """
     encoder = _Encoder(root, allow_pickle)
     encoder.put(value)
@@ -104,7 +104,7 @@ def blob_sizes(head: bytes) -> list[int]:
     """The sizes in bytes of the blobs that follow a message's head.
 
     Raises:
-        PeerError: it is not a head that `encode` has made.
+        PeerError: `head` is not a result of `encode`.
     """
     if len(head) >= 16:
         length, count = struct.unpack_from("<QQ", head)
@@ -121,12 +121,12 @@ def decode(
     Args:
         head: of the message.
         blobs: of the message; they belong to the result.
-        classes: what dataclasses and named tuples are made of, by name; others become a `SimpleNamespace` or a tuple.
-        allow_pickle: unpickle what was pickled.
+        classes: the classes of dataclasses and named tuples, by name; others become a `SimpleNamespace` or a tuple.
+        allow_pickle: unpickle pickled objects.
 
     Raises:
-        PeerError: it is not a message that `encode` has made.
-        ModuleContractError: it holds a pickle, and that is not allowed here.
+        PeerError: it is not a message that `encode` made.
+        ModuleContractError: it contains a pickle, and `allow_pickle` is False.
     """
     try:
         sizes = blob_sizes(head)
@@ -144,22 +144,22 @@ def decode(
 
 
 def decode_packed(packed: Tensor, classes: Mapping[str, type] | None = None, *, allow_pickle: bool = False) -> Any:
-    """The same for what `Message.packed` has made, flat uint8."""
+    """`decode` for a result of `Message.packed`, flat uint8."""
     length = int.from_bytes(packed[:8].numpy().tobytes(), "little")
     head = packed[:length].numpy().tobytes() if length <= packed.numel() else b""
     sizes, blobs = blob_sizes(head), list[Tensor]()
     if length + sum(sizes) != packed.numel():
         raise _damaged("its blobs are missing")
     for size in sizes:
-        blobs.append(packed[length : length + size].clone())  # alone in its memory, and aligned
+        blobs.append(packed[length : length + size].clone())  # separate memory, aligned for any dtype
         length += size
     return decode(head, blobs, classes, allow_pickle=allow_pickle)
 
 
 def _damaged(why: str) -> PeerError:
     return PeerError(
-        f"what another process sent is not a message of this library ({why}). All processes have to run the same "
-        "version of trainstack, and no other program may reach the ports of the run."
+        f"the data of another process is not a message of this library ({why}). All processes have to run the same "
+        "version of trainstack, and no other program may use the ports of the run."
     )
 
 
@@ -199,7 +199,7 @@ class _Encoder:
             torch.nn.Parameter: self._tensor,
             np.ndarray: self._array,
             np.str_: lambda v: self._sized("u", "".join(v).encode("utf-8", "surrogatepass")),
-            np.bytes_: lambda v: self._sized("w", bytes(list(v))),  # bytes(v) drops zeros at the end
+            np.bytes_: lambda v: self._sized("w", bytes(list(v))),  # bytes(v) would drop zeros at the end
             At: self._at,
         }
 
@@ -246,7 +246,7 @@ class _Encoder:
         if len(self._place) >= MAX_DEPTH:
             raise ModuleContractError(
                 f"{self._root}{''.join(self._place[:4])} is nested deeper than {MAX_DEPTH} levels, or contains itself. "
-                "Give a flatter value."
+                "Use a flatter value."
             )
         self._place.append(part)
         self.put(value)
@@ -258,7 +258,7 @@ class _Encoder:
         self._root, self._place = root, place
 
     def _list(self, values: list[Any]) -> None:
-        if set(map(type, values)) == {float}:  # such as the losses of a validation
+        if set(map(type, values)) == {float}:  # such as the losses of a validation: 8 bytes each, without tags
             self._tag("D", struct.pack(f"<Q{len(values)}d", len(values), *values))
         else:
             self._items("l", values)
@@ -280,7 +280,7 @@ class _Encoder:
 
     def _ordered_dict(self, value: OrderedDict[Any, Any]) -> None:
         self._pairs("O", value)
-        self._put_at("._metadata", getattr(value, "_metadata", None))  # of `Module.state_dict()`
+        self._put_at("._metadata", getattr(value, "_metadata", None))  # an attribute of `Module.state_dict()`
 
     def _defaultdict(self, value: defaultdict[Any, Any]) -> None:
         name = next((name for name, kind in _FACTORIES.items() if kind is value.default_factory), "")
@@ -338,14 +338,14 @@ class _Encoder:
         self._shape(value.shape)
         flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         if not flat.flags.writeable:
-            flat = flat.copy()  # torch warns of memory that it could write to
+            flat = flat.copy()  # torch warns of a tensor in read-only memory
         self._raw(value, ("array", id(value)), torch.from_numpy(flat))
 
     def _shape(self, shape: Sequence[int]) -> None:
         self.body += struct.pack(f"<B{len(shape)}Q", len(shape), *shape)
 
     def _raw(self, value: Any, key: tuple[Any, ...], flat: Tensor) -> None:
-        """The bytes of a tensor; those of a large one once, however often it comes."""
+        """Add the bytes of a tensor. A large tensor that occurs several times is sent once."""
         if flat.numel() <= BLOB_BYTES:
             self._tag("<")
             self._bytes(flat.numpy().tobytes())
@@ -366,19 +366,19 @@ class _Encoder:
                 self._sized("K", pickle.dumps(value))
             except Exception as error:
                 raise ModuleContractError(
-                    f"{place} is a {name}, which cannot be pickled ({error}). Give {_SENDABLE}."
+                    f"{place} is a {name}, which cannot be pickled ({error}). Use {_SENDABLE}."
                 ) from error
             return
         if isinstance(value, Enum):
-            advice = "Give its .value or its .name."
+            advice = "Use its .value or its .name."
         elif isinstance(value, (Tensor, np.ndarray, np.generic)):
             facts = f"{value.dtype}, {value.layout}" if isinstance(value, Tensor) else f"{value.dtype}"
             name, advice = f"{name} ({facts})", "Convert it to a plain tensor of a standard dtype."
         else:
-            advice = f"Give {_SENDABLE}."
+            advice = f"Use {_SENDABLE}."
         raise ModuleContractError(
-            f"{place} is a {name}, which processes do not send each other. {advice} To send it as a pickle, which can "
-            f"run code where it is read, write {_ALLOW}."
+            f"{place} is a {name}, which has no encoding for other processes. {advice} To send it as a pickle, which "
+            f"can run code in the process that reads it, write {_ALLOW}."
         )
 
 
@@ -434,7 +434,7 @@ class _Decoder:
     def get(self) -> Any:
         """The next value."""
         self._depth += 1
-        if self._depth > MAX_DEPTH + 10:
+        if self._depth > MAX_DEPTH + 10:  # the encoder does not count some inner values, such as a `maxlen`
             raise _damaged("it is nested too deeply")
         value = self._handlers[bytes(self._take(1))]()
         self._depth -= 1
@@ -456,7 +456,7 @@ class _Decoder:
         return bytes(self._bytes()).decode("utf-8", "surrogatepass")
 
     def _count(self, size: int = 1) -> int:
-        """How many things of at least `size` bytes follow."""
+        """The number of items that follow, each of at least `size` bytes."""
         count = int(self._unpack("<Q")[0])
         if count > self.left // size:
             raise _damaged(f"{count} items are announced and {self.left} bytes are left")
@@ -512,7 +512,7 @@ class _Decoder:
         return shape
 
     def _raw(self, make: Callable[[Tensor], Any], key: tuple[Any, ...]) -> Any:
-        """The result of `make` for the bytes of a tensor; values that shared a blob are one object again."""
+        """The result of `make` for the bytes of a tensor. Values that shared a blob become one object."""
         if bytes(self._take(1)) == b"<":
             data = self._bytes()
             flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
@@ -537,7 +537,7 @@ class _Decoder:
             if bytes(self._take(1)) != b"X":
                 raise _damaged("a part of a sparse tensor is not a tensor")
             parts.append(self._tensor())
-        # Indices out of range would make torch read and write memory of others.
+        # Indices out of range would make torch read and write memory outside the tensor.
         if layout is torch.sparse_coo:
             indices, values = parts
             is_coalesced = coalesced or None
@@ -563,6 +563,6 @@ class _Decoder:
         data = self._bytes()
         if not self._allow_pickle:
             raise ModuleContractError(
-                f"another process sent a pickle, and this one does not read pickles. Write on every process {_ALLOW}."
+                f"another process sent a pickle, and this one does not load pickles. Write on every process {_ALLOW}."
             )
         return pickle.loads(data)

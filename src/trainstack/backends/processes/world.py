@@ -16,13 +16,13 @@ from trainstack.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What `open()` finds out: this process's rank among `size`, its device, and how to talk to the others.
+    """The result of `open()`: the rank and device of this process, and the communicator.
 
     Attributes:
         rank, size: among all processes.
-        local_rank: among those of this machine.
-        device: what this process trains on.
-        comm: sums, objects and failures, from and to all processes.
+        local_rank: among the processes of this machine.
+        device: the device of the training.
+        comm: exchanges sums, objects and failures between all processes.
     """
 
     rank: int = 0
@@ -39,22 +39,23 @@ class World:
 
 Device: TypeAlias = str | torch.device | int
 DeviceChoice: TypeAlias = Device | Sequence[Device]
-"""A device, by name, as an object or as the number of an accelerator; -1 is all of them; or one for each process."""
+"""A device as a name, an object or the number of an accelerator; -1 for all accelerators; or one for each process."""
 
 
 def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: int | None = 1) -> torch.device:
-    """The device to train on.
+    """Select the device for the training.
 
-    `"auto"` is the accelerator that torch finds, else the CPU. A device type without an index gets `local_rank`, or 0
-    where this process is bound to one device and sees no other.
+    `"auto"` is the accelerator that torch finds, or else the CPU. A device type without an index gets the index
+    `local_rank`, or 0 if the environment makes only one device visible to this process.
 
     Args:
-        wanted: one device, -1 for all accelerators of this machine, or several: one for each process.
+        wanted: one device, -1 for all accelerators of this machine, or one device for each process.
         local_rank: of this process on its machine.
-        local_size: processes on this machine, which several devices have to be as many as; None if unknown.
+        local_size: processes on this machine, which has to be the number of devices in `wanted`; None if unknown.
 
     Raises:
-        ConfigurationError: the device is unknown to torch, or not there, or there are not as many as processes.
+        ConfigurationError: torch does not know the device or does not find it, or the number of devices is not the
+            number of processes.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
@@ -84,7 +85,7 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
 
 
 def select_device(wanted: DeviceChoice, until: ExitStack) -> torch.device:
-    """What `pick_device` gives, as the current device of the process until `until` is closed."""
+    """Select a device by `pick_device`, and make it the current device of the process until `until` is closed."""
     device = pick_device(wanted)
     until.enter_context(current_device(device))
     return device
@@ -94,7 +95,7 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """A block in which `device` is current.
 
     `torch.empty(device="cuda")` and kernels of other libraries use the current device, and make a context of several
-    hundred MB on it. The previous device becomes current again without a context if it has none.
+    hundred MB on it. Leaving the block makes the previous device current without making a context on it.
     """
     return torch.accelerator.device_index(None if device.type in ("cpu", "meta") else device.index or 0)
 
@@ -109,22 +110,22 @@ def _check_index(wanted: Device, index: int, count: int) -> int:
 
 
 def _own_index(wanted: Device, local_rank: int, local_size: int | None, count: int) -> int:
-    """The accelerator of this process where none was named: one for each, unless each sees its own alone."""
+    """The index of this process's accelerator if the user gave none: the local rank, or 0 if only one is visible."""
     if _is_bound(count):
         return 0
     if max(local_rank + 1, local_size or 0) <= count:
         return local_rank
     raise ConfigurationError(
         f"device={_format_device(wanted)}: {local_size or f'at least {local_rank + 1}'} processes on this machine, and "
-        f"torch finds {count} accelerators. Start one process for each, or write device='cpu'; where each process sees "
-        "devices of its own, name one of them: device='cuda:0'."
+        f"torch finds {count} accelerators. Start one process for each, or write device='cpu'. If each process has "
+        "other visible devices, name one of them: device='cuda:0'."
     )
 
 
 def _is_bound(count: int) -> bool:
-    """Whether somebody has left this process one device of the machine's: srun --gpus-per-task=1, Ray, a script.
+    """Whether the environment makes one device visible to this process: srun --gpus-per-task=1, Ray, a script.
 
-    Where all processes were left the same one, nccl says so as soon as they talk.
+    If all processes see the same one, nccl raises an error at their first collective.
     """
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     visible = (os.environ.get(name, "") for name in names)

@@ -1,1 +1,1 @@
-"""What the layer `fsdp` needs: the units of a module, their gradients, and their states in checkpoints."""
+"""Sharding for the layer `fsdp`: the units of a module, their gradients, and their states in checkpoints."""

@@ -1,4 +1,4 @@
-"""`ShardedGradients` keeps the gradients of sharded parameters those of one process."""
+"""`ShardedGradients` makes the gradients of sharded parameters equal to those of one process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _UNUSED = "backend_options={'fsdp': {'find_unused_parameters': True}}"
 class ShardedGradients:
     """The backward passes of a module that `fully_shard` has sharded.
 
-    FSDP2 reduces the gradients of a unit together, so all ranks have to give one for each parameter: zeros stand for
-    those that a pass did not use. A parameter that no rank has used in a step gets `grad` None back.
+    FSDP2 reduces the gradients of a unit together, so all ranks need a gradient for each parameter: zeros if a pass did
+    not use it. If no rank has used a parameter in a step, its `grad` is set to None.
 
     Args:
         module: the user's module.
         sharded: the root and its units.
-        comm: between all ranks.
+        comm: the communicator of all ranks.
         finds_unused: whether a parameter may take no part in a step.
     """
 
@@ -37,7 +37,7 @@ class ShardedGradients:
         self, module: nn.Module, sharded: Sequence[FSDPModule], comm: Communicator, *, finds_unused: bool
     ) -> None:
         self._module, self._comm, self._finds_unused = module, comm, finds_unused
-        # torch 2.13.0: there is no public way from a parameter to the gathered one that a pass uses.
+        # torch 2.13.0: there is no public way to get the gathered tensor of a parameter, which a pass uses.
         self._groups = [group for unit in sharded for group in parameter_groups(unit)]
         self._params: list[Any] = [one for group in self._groups for one in group.fsdp_params]
         self._root = sharded[0]
@@ -52,22 +52,22 @@ class ShardedGradients:
         self._used, self._held = set[int](), set[int]()  # numbers in `_params`
 
     def check_forward(self, outputs: Any) -> None:
-        """Make the outputs of a forward pass in training ready for the backward pass.
+        """Check the outputs of a forward pass in training and register the hooks of the backward pass.
 
         Raises:
-            ModuleContractError: an output has the memory of a parameter.
-            ConfigurationError: the pass did not call a unit. Ranks that gather other units than this one would wait
-                for it, or get its values for others.
+            ModuleContractError: an output shares the memory of a parameter.
+            ConfigurationError: the pass did not call a unit. Ranks that gather different units would wait for each
+                other, or receive the values of another unit.
         """
         if missing := [name for name in self._units if name not in self._called]:
             raise ConfigurationError(
-                f"backend 'fsdp': the forward pass did not call {missing[0]!r}, which is a unit of its own. All ranks "
+                f"backend 'fsdp': the forward pass did not call {missing[0]!r}, which is a separate unit. All ranks "
                 "have to gather the same units in each pass. Name the units that every pass calls: "
                 "backend_options={'fsdp': {'units': [...]}}; with units=[] all parameters are gathered at once."
             )
         self._called.clear()
         self._hook()
-        pytree = getattr(torch.utils, "_pytree", None)  # torch 2.13.0: as FSDP2 looks for tensors
+        pytree = getattr(torch.utils, "_pytree", None)  # torch 2.13.0: FSDP2 looks for tensors with it
         leaves = [] if pytree is None else pytree.tree_leaves(outputs)
         if any(isinstance(leaf, Tensor) and self._is_of_parameter(leaf) for leaf in leaves):
             raise ModuleContractError(
@@ -76,7 +76,7 @@ class ShardedGradients:
             )
         loss = loss_item(outputs)
         if isinstance(loss, Tensor) and not any(leaf is loss for leaf in leaves):
-            # torch 2.13.0: FSDP2 finds no tensor in a dataclass, so the root would not follow the backward pass.
+            # torch 2.13.0: FSDP2 finds no tensor in a dataclass, so it would not register this hook.
             self._root._get_fsdp_state()._register_pre_backward_hook(loss)
 
     @contextmanager
@@ -84,12 +84,12 @@ class ShardedGradients:
         """A block in which the backward pass runs.
 
         Args:
-            counts: whether the pass has a positive weight. Else its gradients are replaced by zeros, also where a
+            counts: whether the pass has a positive weight. Otherwise its gradients are replaced by zeros, even if a
                 derivative is inf or nan.
             last: whether the pass ends a step.
 
         Raises:
-            ConfigurationError: a parameter took no part in the step, and `finds_unused` is off.
+            ConfigurationError: a parameter took no part in the step, and `finds_unused` is False.
         """
         self._counts = counts
         self._has_counted |= counts
@@ -99,29 +99,30 @@ class ShardedGradients:
             self._end_step()
 
     def begin_pass(self) -> None:
-        """A forward and a backward pass of training are about to run.
+        """Called before a forward and a backward pass of training.
 
-        torch 2.13.0 gathers units ahead of a backward pass in the order of all forward passes since the last one. An
-        evaluation may have run other numbers of them on other ranks, which would then gather other units.
+        torch 2.13.0 prefetches units in a backward pass in the order of all forward passes since the last backward
+        pass. Evaluations may have run different numbers of forward passes on the ranks, which would then gather
+        different units. So clear this order.
         """
         for group in self._groups:
-            getattr(group.comm_ctx, "post_forward_order", []).clear()  # there is none before the first pass
+            getattr(group.comm_ctx, "post_forward_order", []).clear()  # missing before the first pass
             group._post_forward_indices.clear()
 
     def begin_step(self) -> None:
-        """No pass of the step has run."""
+        """Called before the first pass of a step."""
         self._used.clear()
         self._has_counted = False
         self._held = {n for n, one in enumerate(self._params) if one.sharded_param.grad is not None}
 
     def _hook(self) -> None:
-        """Follow the gathered parameters, which exist from their first use on."""
+        """Register hooks on the gathered parameters, which exist from their first use on."""
         for number, one in enumerate(self._params):
             whole = getattr(one, "_unsharded_param", None)  # torch 2.13.0
             if whole is not None and whole.requires_grad and self._hooked.get(number) is not whole:
                 whole.register_hook(partial(self._on_gradient, number))
                 self._hooked[number] = whole
-                self._storages.add(whole.untyped_storage()._cdata)  # torch 2.13.0: it stays when the memory is freed
+                self._storages.add(whole.untyped_storage()._cdata)  # torch 2.13.0: constant, unlike the data pointer
 
     def _is_of_parameter(self, tensor: Tensor) -> bool:
         if is_sharded(tensor):
@@ -144,8 +145,8 @@ class ShardedGradients:
                     self._params[number].sharded_param.grad = None
         elif unused and self._has_counted:
             raise ConfigurationError(
-                f"{self._names(unused)} took no part in the loss of a step. If that is meant, write {_UNUSED}; else "
-                "freeze them with requires_grad_(False) in a hook, before the forward pass."
+                f"{self._names(unused)} took no part in the loss of a step. If this is intended, write {_UNUSED}; "
+                "otherwise freeze them with requires_grad_(False) in a hook, before the forward pass."
             )
 
     def _names(self, numbers: Sequence[int]) -> str:
@@ -154,11 +155,12 @@ class ShardedGradients:
         return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
 
     def check_members(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse trained parameters that the module has got since it was sharded, whose gradients are not summed, and
-        hooks on gradients of shards, which torch does not call.
+        """Refuse parameters that were added after the module was sharded, because their gradients are not summed.
+
+        Hooks on gradients of shards are refused too, because torch does not call them.
 
         Raises:
-            ModuleContractError: naming the first of them.
+            ModuleContractError: there is such a parameter or hook; the message names it.
         """
         known = {id(one.sharded_param) for one in self._params}
         added = [p for p in parameters if p.requires_grad and id(p) not in known]
@@ -166,9 +168,9 @@ class ShardedGradients:
             names = {id(parameter): name for name, parameter in self._module.named_parameters()}
             if id(added[0]) not in names:
                 raise ModuleContractError(
-                    "an optimizer holds parameters from before backend 'fsdp' has sharded the module, which it would "
-                    "not train. Make optimizers in get_optimizers_schedulers, or give SupervisedModule a function that "
-                    "makes the optimizer."
+                    "an optimizer holds parameters from before backend 'fsdp' sharded the module, so it would not "
+                    "train the shards. Make optimizers in get_optimizers_schedulers, or pass SupervisedModule a "
+                    "function that makes the optimizer."
                 )
             raise ModuleContractError(
                 f"the parameter {names[id(added[0])]!r} was added after backend 'fsdp' had "

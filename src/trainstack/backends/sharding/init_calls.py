@@ -1,4 +1,4 @@
-"""Which calls give the tensors of a module their first values, and which tensors each of them reads or writes."""
+"""Find the calls that initialize the tensors of a module, and the tensors that each of them reads or writes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainstack._tensor_classes import is_sharded
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """The place of one tensor in a module: a parameter or a buffer.
+    """The position of one tensor in a module: a parameter or a buffer.
 
     Attributes:
-        owner: the part that holds it.
+        owner: the submodule that holds it.
         registry: `"_parameters"` or `"_buffers"` (torch 2.13.0).
-        name: in the part.
+        name: in the submodule.
         path: in the module, for messages.
-        tensor: what lay there when the slot was found; its shape is that of the whole tensor also if it is sharded.
+        tensor: the tensor when the slot was found. Its shape is that of the whole tensor, even if it is sharded.
         is_meta: whether it was on the meta device then.
     """
 
@@ -38,16 +38,16 @@ class Slot:
 
     @property
     def held(self) -> Tensor:
-        """What lies there now."""
+        """The current tensor."""
         found: Tensor = getattr(self.owner, self.registry)[self.name]
         return found
 
     def put(self, tensor: Tensor) -> None:
-        """Put `tensor` there for a while, past the part's `__setattr__`."""
+        """Replace the tensor temporarily, without `__setattr__` of the submodule."""
         getattr(self.owner, self.registry)[self.name] = tensor
 
     def wrap(self, values: Tensor) -> Tensor:
-        """`values` as what lies there is: a parameter with the same attributes, or a buffer."""
+        """`values` in the form of the slot: a parameter with the same attributes, or a buffer."""
         if self.registry == "_buffers":
             return values
         made = nn.Parameter(values, requires_grad=self.tensor.requires_grad)
@@ -55,12 +55,12 @@ class Slot:
         return made
 
     def empty(self, device: str | torch.device) -> Tensor:
-        """A plain tensor of the whole shape."""
+        """A plain, uninitialized tensor of the whole shape."""
         return self.wrap(torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device=device))
 
 
 def find_slots(module: nn.Module) -> list[Slot]:
-    """All places of strided tensors in `module`; a tied tensor has several."""
+    """The slots of all strided tensors in `module`; a tied tensor has several."""
     return [
         Slot(part, registry, name, f"{path}.{name}" if path else name, tensor, tensor.is_meta)
         for path, part in module.named_modules()
@@ -72,13 +72,13 @@ def find_slots(module: nn.Module) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InitCall:
-    """A call that initializes `part`, or parts of it.
+    """A call that initializes `part` or submodules of it.
 
     Attributes:
         part: the module that is initialized.
         run: makes the call.
         touched: the slots that it reads or writes.
-        written: those of them that it writes.
+        written: the slots that it writes.
     """
 
     part: nn.Module
@@ -90,9 +90,9 @@ class InitCall:
 def init_calls(module: nn.Module, slots: Sequence[Slot]) -> list[InitCall]:
     """The calls that initialize tensors on the meta device, in the order in which one process makes them.
 
-    A constructor makes its children first. Then it initializes tensors of its own, by `reset_parameters()`. A part
-    with `_init_weights(part)` is called last, with each part below that no other has initialized in this way; models of
-    transformers have one. The calls are tried out with tensors that have no values, so nothing is computed.
+    A constructor makes its children first, and then initializes its tensors by `reset_parameters()`. A method
+    `_init_weights(part)`, as in models of transformers, is called last, with each submodule that no other such method
+    has initialized. The function tries the calls with tensors without values, so nothing is computed.
     """
     of_part: dict[int, list[Slot]] = {}
     for slot in slots:
@@ -146,24 +146,24 @@ def _takes(function: Any, count: int) -> bool:
 def _try_out(
     call: Callable[[], Any], below: Sequence[Slot], own: Sequence[Slot]
 ) -> tuple[Sequence[Slot], Sequence[Slot]]:
-    """The slots that `call` touches, and those that it writes; all `own` ones where it needs values."""
+    """The slots that `call` touches, and those that it writes; for both all of `own` if the call needs values."""
     stand_ins = {slot: slot.empty("meta") for slot in below}
     notes = _Notes({_memory(tensor): slot for slot, tensor in stand_ins.items()})
     with swapped(stand_ins), torch.no_grad():
         try:
             with dispatch_to(notes.see):
                 call()
-        except Exception:  # it read a value, or chose by one
+        except Exception:  # it read a value, or branched on one, which tensors on the meta device do not have
             return own, own
         for slot, tensor in stand_ins.items():
-            if slot.held is not tensor or _memory(tensor) not in notes.slots:  # assigned anew
+            if slot.held is not tensor or _memory(tensor) not in notes.slots:  # the call assigned a new tensor
                 notes.touched[slot] = notes.written[slot] = None
     return list(notes.touched), list(notes.written)
 
 
 @contextmanager
 def swapped(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
-    """A block in which these tensors lie in the slots."""
+    """A block in which the slots hold these tensors."""
     before = {slot: slot.held for slot in tensors}
     for slot, tensor in tensors.items():
         slot.put(tensor)
@@ -175,7 +175,7 @@ def swapped(tensors: Mapping[Slot, Tensor]) -> Iterator[None]:
 
 
 class _Notes:
-    """Notes which slots operations read and write, by the memory of the tensors in them."""
+    """Records the slots that operations read and write, by the memory of their tensors."""
 
     def __init__(self, slots: Mapping[int, Slot]) -> None:
         self.slots = slots
@@ -195,7 +195,7 @@ class _Notes:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Which memory a tensor has; torch 2.13.0: a storage on the meta device has no address."""
-    with suppress(RuntimeError):  # NotImplementedError of a sparse tensor among them
+    """The identity of a tensor's memory. torch 2.13.0: a storage on the meta device has no address, only `_cdata`."""
+    with suppress(RuntimeError):  # includes the NotImplementedError of a sparse tensor
         return int(tensor.untyped_storage()._cdata)
     return 0

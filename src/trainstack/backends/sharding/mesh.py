@@ -1,4 +1,4 @@
-"""The groups and the mesh of processes over which a module is sharded, and perhaps replicated."""
+"""The process groups and the mesh over which a module is sharded, and perhaps replicated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_replicas(size: int, replicas: int) -> None:
     """Refuse a number of replicas that does not divide the number of processes.
 
     Raises:
-        ConfigurationError: naming the numbers that do.
+        ConfigurationError: the message lists the numbers that divide it.
     """
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1 or size % replicas:
         fits = ", ".join(str(count) for count in range(1, size + 1) if size % count == 0)
@@ -33,9 +33,9 @@ def check_replicas(size: int, replicas: int) -> None:
 def make_groups(
     size: int, replicas: int, new_group: Callable[[list[int]], dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
-    """This process's group across the replicas, and the one within its replica; all processes call it together.
+    """This process's group across the replicas, and the group of its replica. All processes call it together.
 
-    Neighbouring ranks are in one replica, so that shards are exchanged within a host where a host holds a replica.
+    Neighbouring ranks are in one replica, so if a host holds a replica, shards are exchanged within the host.
     """
     within = _ranks(size, replicas)
     found = []
@@ -48,10 +48,10 @@ def make_groups(
 
 
 def make_mesh(groups: Sequence[dist.ProcessGroup], device_type: str, replicas: int) -> DeviceMesh:
-    """The mesh of all processes, of the one group or of the two of `make_groups`.
+    """The mesh of all processes, from one group or from the two of `make_groups`.
 
-    Its dimensions have names that no other mesh of this process has. torch 2.13.0 takes meshes of the same ranks and
-    names as equal, whatever their groups, and its caches would give a training the groups of an earlier one.
+    Its dimensions have unique names in this process. torch 2.13.0 treats meshes of the same ranks and names as equal,
+    even if their groups differ, and its caches would give a training the groups of an earlier one.
     """
     number = next(_numbers)
     names = (f"replicate-{number}", f"shard-{number}")

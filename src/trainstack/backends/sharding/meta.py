@@ -1,4 +1,4 @@
-"""`initialize_meta` gives a module that was built on the meta device its values, one part of it after the other."""
+"""`initialize_meta` initializes a module that was built on the meta device, one part after the other."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trainstack.errors import ModuleContractError
 
 
 def initialize_meta(module: nn.Module, world: World, *, stored: bool = True) -> None:
-    """Give the tensors of `module` that are on the meta device memory and their first values; all processes call it.
+    """Allocate and initialize the tensors of `module` that are on the meta device. All processes call it.
 
-    Rank 0 makes the values of one group of tensors after the other, on the CPU. A group is what the calls that
-    initialize it have in common, such as one layer. All ranks get its values, and each keeps its part of those that a
-    layer has sharded. So no rank holds more than its own part and one group. The global generators are used as one
-    process that builds the module on the CPU does, so that the values and all later random numbers are its own.
+    Rank 0 makes the values of one group of tensors after the other, on the CPU. A group contains the tensors that
+    common calls initialize, such as those of one layer. All ranks receive the values, and each keeps its shards. So a
+    rank never holds more than its shards and one group. The calls use the global generators in the order of one process
+    that builds the module on the CPU, so the values and all later random numbers are the same.
 
     Args:
-        module: placed; its sharded tensors may be on the meta device.
+        module: after `place`; its sharded tensors may be on the meta device.
         world: of this process.
-        stored: False to leave out the tensors that are in the state dict, since they are about to be loaded. They are
-            zeros, and nothing is drawn for them.
+        stored: False if the tensors in the state dict will be loaded later. They are set to zeros, and no random number
+            is drawn for them.
 
     Raises:
         ModuleContractError: no call initializes a tensor; the message has its name.
@@ -63,7 +63,7 @@ def initialize_meta(module: nn.Module, world: World, *, stored: bool = True) -> 
 
 
 def _homes(slots: Sequence[Slot], calls: Sequence[InitCall]) -> dict[int, list[Slot]]:
-    """The slots of each tensor on the meta device, by its id. The first one is initialized and counts for all."""
+    """The slots of each tensor on the meta device, by its id. The first slot is initialized and represents all."""
     known = {slot for call in calls for slot in call.written}
     homes: dict[int, list[Slot]] = {}
     for slot in slots:
@@ -79,14 +79,14 @@ def _homes(slots: Sequence[Slot], calls: Sequence[InitCall]) -> dict[int, list[S
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Tensors that are initialized together, and the numbers of the calls that do it."""
+    """Tensors that are initialized together, and the numbers of the calls that initialize them."""
 
     slots: list[Slot] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
 
 
 def _groups(calls: Sequence[InitCall]) -> list[_Group]:
-    """Slots that a call touches together are in one group; groups in the order of their first calls."""
+    """Groups of slots, in the order of their first calls. Slots that one call touches are in one group."""
     group_of: dict[Slot, _Group] = {}
     for number, call in enumerate(calls):
         meta = [slot for slot in call.touched if slot.is_meta]
@@ -105,7 +105,7 @@ def _groups(calls: Sequence[InitCall]) -> list[_Group]:
 
 
 class _Run:
-    """Makes calls group by group, with the random numbers that they get in their own order."""
+    """Makes calls by groups, with the random numbers that they would get in their original order."""
 
     def __init__(self, groups: Sequence[_Group], calls: Sequence[InitCall]) -> None:
         self._calls = calls
@@ -115,7 +115,7 @@ class _Run:
             self._states = self._dry_run()
 
     def _dry_run(self) -> list[Any]:
-        """The random states before all calls and after them; each call is made once, and its values are dropped."""
+        """The random states before each call and after the last. The values of these calls are discarded."""
         states = [_generators()]
         for call in self._calls:
             _make(call, {})
@@ -123,7 +123,7 @@ class _Run:
         return states
 
     def make(self, group: _Group, slots: Sequence[Slot]) -> list[Tensor]:
-        """The values of `slots`, which are in `group`."""
+        """The values of `slots`, all of which are in `group`."""
         values: dict[Slot, Tensor] = {}
         for number in group.calls:
             if self._states is not None:
@@ -135,7 +135,7 @@ class _Run:
 
 
 def _make(call: InitCall, values: dict[Slot, Tensor]) -> None:
-    """Make `call` with the tensors that it touches in memory; `values` has those made so far, and gets the new ones."""
+    """Make `call` with allocated tensors in its slots. `values` has the results so far, and gets the new ones."""
     tensors = {}
     for slot in call.touched:
         if slot in values:
@@ -163,20 +163,20 @@ def _checked(slot: Slot) -> Tensor:
 
 
 def _place(places: Sequence[Slot], values: Tensor, world: World) -> None:
-    """Put `values` where one tensor lies, or this process's part of them."""
+    """Copy `values`, or this process's shard of them, to the tensor of `places`."""
     held = places[0].held
     if is_sharded(held):
-        with torch.no_grad():  # without it torch 2.13.0 gives a view that must not be changed
+        with torch.no_grad():  # with gradients torch 2.13.0 returns a view that must not be changed in place
             held.to_local().copy_(shard_like(values, held).to_local())  # type: ignore[attr-defined]
         return
     same_strides = torch.empty_like(places[0].tensor.detach(), device=world.device)
     made = places[0].wrap(same_strides.copy_(values))
     for slot in places:
-        setattr(slot.owner, slot.name, made)  # an RNN keeps a list of its own
+        setattr(slot.owner, slot.name, made)  # by `__setattr__`, because an RNN keeps a separate list of its weights
 
 
 def _allocate_shards(module: nn.Module, homes: Any, world: World) -> None:
-    """Give all tensors on the meta device memory, of the shards of this process; tied ones stay tied."""
+    """Allocate the shards of this process for all tensors on the meta device. Tied tensors remain tied."""
     module._apply(  # type: ignore[no-untyped-call]
         lambda one: torch.empty_like(one, device=world.device) if one.is_meta else one
     )
@@ -189,7 +189,7 @@ def _refuse_unknown(slots: Sequence[Slot]) -> None:
     first = slots[0]
     more, were, them = (f" and {len(slots) - 1} more tensors", "were", "them") if len(slots) > 1 else ("", "was", "it")
     raise ModuleContractError(
-        f"{first.path}{more} {were} built on the meta device, and nothing initializes {them}. Write a method "
+        f"{first.path}{more} {were} built on the meta device, and no call initializes {them}. Write a method "
         f"reset_parameters(self) in {type(first.owner).__name__} that fills its parameters and buffers in place, or "
         "_init_weights(self, part) in a module around it. Or build this part without torch.device('meta')."
     )
@@ -228,7 +228,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _share_generator(world: World) -> None:
-    """Give all processes torch's random state of rank 0, which alone has drawn."""
+    """Give all processes rank 0's random state of torch, because only rank 0 has drawn numbers."""
     if world.size > 1:
         state = torch.get_rng_state().to(world.device)
         world.comm.broadcast_(state)

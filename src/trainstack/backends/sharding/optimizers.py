@@ -1,4 +1,4 @@
-"""Optimizers that cannot step on sharded parameters."""
+"""Refusal of optimizers that cannot step on sharded parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from trainstack.errors import ConfigurationError, annotate
 
 _WHOLE = ("Adafactor", "Muon", "Rprop")
-"""Those of torch 2.13.0 with operations in place that it does not have for sharded tensors."""
+"""Optimizers of torch 2.13.0 with in-place operations that sharded tensors do not support."""
 
 _INSTEAD = (
-    "Write one that treats each element alike, such as AdamW, Adam, SGD, NAdam, RMSprop or Adagrad; or use 'ddp'."
+    "Write one that treats all elements alike, such as AdamW, Adam, SGD, NAdam, RMSprop or Adagrad; or use 'ddp'."
 )
 
 
@@ -22,7 +22,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers of torch that would fail in their first step.
 
     Raises:
-        ConfigurationError: naming the first.
+        ConfigurationError: for the first of them.
     """
     classes = tuple(getattr(torch.optim, name) for name in _WHOLE if hasattr(torch.optim, name))
     for optimizer in optimizers:
@@ -35,7 +35,7 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A block in which optimizers step; an operation that torch lacks for sharded tensors is explained."""
+    """A block in which optimizers step. The error of an operation that sharded tensors do not support gets a note."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

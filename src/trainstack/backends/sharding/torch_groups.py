@@ -1,4 +1,4 @@
-"""What the layer needs of `fully_shard` that torch keeps private or that not all its versions have."""
+"""The parts of `fully_shard` that are private in torch, or that not all its versions have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """The groups of parameters that `unit` gathers and reduces together. Names of torch 2.10.0, 2.12.1 and 2.13.0."""
+    """The groups of parameters that `unit` gathers and reduces together. Checked on torch 2.10.0, 2.12.1 and 2.13.0."""
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.10 has one group at most
@@ -19,7 +19,7 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def reduce_unused(unit: FSDPModule) -> None:
-    """Let each reduction of `unit` include zeros for parameters without a gradient, so that ranks reduce the same."""
+    """Include zeros for parameters without a gradient in each reduction of `unit`: all ranks then reduce the same."""
     setter = getattr(unit, "set_reduce_scatter_unused_params", None)
     if setter is not None:
         setter(True)
@@ -29,7 +29,7 @@ def reduce_unused(unit: FSDPModule) -> None:
 
 
 def _reduce_with_zeros(group: Any, *given: Any) -> None:
-    """In place of `FSDPParamGroup.post_backward`."""
+    """Replaces `FSDPParamGroup.post_backward`."""
     for one in group.fsdp_params if group.reduce_grads else ():
         gathered = getattr(one, "_unsharded_param", None)  # None: no pass has used the unit
         if gathered is None or not gathered.requires_grad or one.unsharded_accumulated_grad is not None:

@@ -1,4 +1,4 @@
-"""`shard` applies `fully_shard` to the units of a module, and refuses what FSDP2 cannot shard."""
+"""`shard` applies `fully_shard` to the units of a module, and refuses parameters that FSDP2 cannot shard."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPTION = "backend_options={'fsdp': {'units': [...]}}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a module is sharded.
+    """The settings of `shard`.
 
     Attributes:
-        units: the units that the user has named; see `find_units`.
-        reshard_after_forward: whether a unit gives its gathered parameters up after its forward pass.
+        units: the units that the user named; see `find_units`.
+        reshard_after_forward: whether a unit frees its gathered parameters after its forward pass.
         gathered_dtype: of gathered parameters and of their gradients in a process; None for that of the parameter.
             Gradients are summed in float32.
         cpu_offload: whether parameters, gradients and optimizer states are kept in host memory.
@@ -43,7 +43,7 @@ class Sharding:
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
-        """For `fully_shard`. Inputs keep their dtype, which autocast chooses for each operation."""
+        """The policy for `fully_shard`. Inputs keep their dtype, because autocast chooses it for each operation."""
         if self.gathered_dtype is None:
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
@@ -52,24 +52,24 @@ class Sharding:
 
     @property
     def offload(self) -> OffloadPolicy:
-        """For `fully_shard`."""
+        """The policy for `fully_shard`."""
         return CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, how: Sharding) -> list[FSDPModule]:
-    """Shard `module` over `mesh`, in place; returns the root, then its units.
+    """Shard `module` over `mesh`, in place. Returns the root, then its units.
 
     Raises:
-        ConfigurationError: a parameter cannot be sharded, or `how.units` does not fit.
+        ConfigurationError: a parameter cannot be sharded, or `how.units` does not match the module.
     """
     _check(module)
     chosen = find_units(module, how.units, option=OPTION)
     policies: dict[str, Any] = {"mesh": mesh, "mp_policy": how.precision, "offload_policy": how.offload}
-    for unit in reversed(chosen):  # inner ones first, as torch wants it
+    for unit in reversed(chosen):  # inner units first, as `fully_shard` requires
         fully_shard(unit, reshard_after_forward=how.reshard_after_forward, **policies)
-    fully_shard(module, reshard_after_forward=False, **policies)  # its backward pass begins at once
+    fully_shard(module, reshard_after_forward=False, **policies)  # its backward pass follows directly
     sharded: list[FSDPModule] = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in sharded:  # all three act on one unit alone
+    for part in sharded:  # each of the three calls affects one unit only
         part.set_gradient_divide_factor(1.0)  # the weights of a step sum to one over all ranks
         part.set_force_sum_reduction_for_comms(True)
         reduce_unused(part)
@@ -100,17 +100,17 @@ def _problem(parameter: nn.Parameter) -> str | None:
     if parameter.is_complex():
         return "it is complex. Keep torch.view_as_real(weight) as the parameter, and view_as_complex in forward."
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # torch 2.13.0
-        return "it has a hook on its gradient, which the shards do not call. Take it off, or use 'ddp'."
+        return "it has a hook on its gradient, which the shards do not call. Remove it, or use 'ddp'."
     if type(parameter) is not nn.Parameter and type(parameter) is not torch.Tensor:
-        return f"it is a {type(parameter).__name__}. Give plain parameters, or use 'ddp'."
+        return f"it is a {type(parameter).__name__}. Use plain parameters, or use 'ddp'."
     return None
 
 
 def gather_all(sharded: Sequence[FSDPModule]) -> None:
-    """Gather all parameters, which stay whole until `reshard_all`; all processes call it together.
+    """Gather all parameters, which remain whole until `reshard_all`. All processes call it together.
 
-    torch 2.13.0: `state_dict` shards parameters again, so that the next forward pass would gather them, perhaps on this
-    process alone. Until `reshard_all` it returns whole tensors.
+    torch 2.13.0: `state_dict` shards parameters again, so the next forward pass would gather them, perhaps on this
+    process alone. `_to_sharded` is replaced to prevent it, and `state_dict` returns whole tensors until `reshard_all`.
     """
     for unit in sharded:
         unit.unshard()
@@ -119,7 +119,7 @@ def gather_all(sharded: Sequence[FSDPModule]) -> None:
 
 
 def reshard_all(sharded: Sequence[FSDPModule]) -> None:
-    """Undo `gather_all`; this process alone."""
+    """Undo `gather_all`, on this process alone."""
     for unit in sharded:
         for group in parameter_groups(unit):
             vars(group).pop("_to_sharded", None)
@@ -127,4 +127,4 @@ def reshard_all(sharded: Sequence[FSDPModule]) -> None:
 
 
 def _stay_whole() -> None:
-    """In place of `FSDPParamGroup._to_sharded`."""
+    """Replaces `FSDPParamGroup._to_sharded`."""

@@ -1,1 +1,1 @@
-"""Where stored checkpoints come from, who signed them, and whether their bytes are still the same."""
+"""The origin of stored checkpoints, their signatures, and repeated comparison of their bytes with the hashes."""

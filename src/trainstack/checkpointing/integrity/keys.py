@@ -18,17 +18,18 @@ _MAX_BYTES = 64 << 10
 
 
 def make_key(path: str | os.PathLike[str]) -> Path:
-    """Write a new private key as the file `path`, and its public key as `path` with `.pub` behind it.
+    """Write a new private key to the file `path`, and its public key to `path` with the suffix `.pub`.
 
-    The private key is PKCS#8 in PEM without a password, and its owner alone can read the file (mode 0600). Who has it
-    can sign in your name: keep it outside of the folders of runs.
+    The private key is PKCS#8 in PEM without a password, and only its owner can read the file (mode 0600). Everyone who
+    has
+    it can sign in your name: store it outside of the folders of runs.
 
     Returns:
         The path of the public key.
 
     Raises:
         MissingExtraError: `cryptography` is not installed.
-        CheckpointError: one of the files exists, or cannot be written; a key is never overwritten.
+        CheckpointError: one of the files exists, or cannot be written. A key is never overwritten.
     """
     private_path = local_path(path).absolute()
     public_path = private_path.with_name(f"{private_path.name}.pub")
@@ -45,7 +46,7 @@ def make_key(path: str | os.PathLike[str]) -> Path:
         _write_new(public_path, public, 0o644)
     except CheckpointError:
         with suppress(OSError):
-            private_path.unlink()  # a key without its public one is of no use
+            private_path.unlink()  # without the public key, no signature could be verified
         raise
     return public_path
 
@@ -66,15 +67,15 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
     Raises:
         MissingExtraError: `cryptography` is not installed.
-        ConfigurationError: the file cannot be read, or holds no Ed25519 key without a password.
+        ConfigurationError: the file cannot be read, or contains no Ed25519 key without a password.
     """
     serialization, ed25519 = _cryptography()
     data = _read(path)
     try:
         key = serialization.load_pem_private_key(data, password=None)
-    except Exception as error:  # the bytes are anybody's: ValueError, TypeError for a password, UnsupportedAlgorithm
+    except Exception as error:  # the bytes may be anything: ValueError, TypeError for a password, UnsupportedAlgorithm
         raise ConfigurationError(
-            f"{os.fspath(path)} holds no private key that can be used ({_reason(error)}). Give the PEM file of an "
+            f"{os.fspath(path)} contains no usable private key ({_reason(error)}). Use the PEM file of an "
             "Ed25519 key without a password, as `trainstack checkpoints keygen FILE` makes it."
         ) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
@@ -84,20 +85,20 @@ def read_private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
 
 def read_public_key(path: str | os.PathLike[str]) -> Ed25519PublicKey:
-    """The public key in the PEM file `path`; raises as `read_private_key`."""
+    """The public key in the PEM file `path`. Raises as `read_private_key` does."""
     serialization, ed25519 = _cryptography()
     data = _read(path)
     if b"PRIVATE KEY" in data:
         raise ConfigurationError(
-            f"{os.fspath(path)} is a private key, which signs. Give the public one, {os.fspath(path)}.pub, and hand "
-            "the private one to nobody."
+            f"{os.fspath(path)} is a private key, which signs. Use the public key, {os.fspath(path)}.pub, and keep "
+            "the private one secret."
         )
     try:
         key = serialization.load_pem_public_key(data)
     except Exception as error:
         raise ConfigurationError(
-            f"{os.fspath(path)} holds no public key ({_reason(error)}). Give the file with .pub at its end that "
-            "`trainstack checkpoints keygen FILE` has made."
+            f"{os.fspath(path)} contains no public key ({_reason(error)}). Use the file with the suffix .pub that "
+            "`trainstack checkpoints keygen FILE` wrote."
         ) from error
     if not isinstance(key, ed25519.Ed25519PublicKey):
         raise _another_kind(path, key)

@@ -1,7 +1,7 @@
-"""`Lineage` says where a checkpoint or an export comes from. Needs no torch.
+"""`Lineage` describes the origin of a checkpoint or an export. It does not need torch.
 
-Each manifest holds the whole chain of ancestors, so the chain is known when retention has deleted them. An ancestor is
-identified by the SHA-256 of its manifest, which holds the hashes of its files.
+Each manifest contains the whole chain of ancestors, so the chain is known even if retention has deleted them. An
+ancestor is identified by the SHA-256 of its manifest, which contains the hashes of its files.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from trainstack.checkpointing.verification import open_checkpoint
 from trainstack.errors import CheckpointDamagedError, CheckpointError
 
 How = Literal["resume", "resume_weights_and_optimizer", "resume_weights", "init_weights_from", "export"]
-"""What a run, or `trainstack checkpoints export`, did with an ancestor."""
+"""The use of an ancestor by a run, or by `trainstack checkpoints export`."""
 
 MAX_ANCESTORS = 64
-"""A manifest names so many of them, the nearest ones. A run that is preempted each hour has 64 in some days."""
+"""The largest number of ancestors in a manifest, the nearest ones. A run that is preempted each hour has 64 after some
+days."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ancestor:
-    """A checkpoint, an export or another source of weights that a run began with.
+    """A checkpoint, an export or another source of weights with which a run began.
 
     Attributes:
-        how: what was done with it.
+        how: its use.
         name: of the folder; of weights without a manifest the name of the file or the id of the model.
         kind: "checkpoint" or "model" for an export; None without a manifest.
         run_id: of the run that wrote it; None if unknown.
-        global_step: finished at that time; None if unknown.
-        manifest: the SHA-256 of its manifest, 64 hexadecimal digits; None without one. None also for the checkpoint of
-            a private run, whose states depend on records.
-        root: the hash over all its tensors, as in its manifest; None where `manifest` is.
+        global_step: global steps finished at that time; None if unknown.
+        manifest: the SHA-256 of its manifest, 64 hexadecimal digits; None without one. It is also None for the
+            checkpoint
+            of a private run, whose states depend on records.
+        root: the hash over all its tensors, as in its manifest; None if `manifest` is.
     """
 
     how: How
@@ -57,13 +59,13 @@ class Ancestor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """The origin of a checkpoint or an export; run and step are fields of the manifest.
+    """The origin of a checkpoint or an export. Run and step are fields of the manifest.
 
     Attributes:
         ancestors: the parent first, then its parent.
-        omitted: how many older ancestors are left out.
-        data: facts of the training data: "length", and hashes of three samples as one digest, "samples", or the
-            "fingerprint" that a data set of Hugging Face has. None for private runs, and where nothing is known.
+        omitted: the number of older ancestors that are omitted.
+        data: facts about the training data: "length", and hashes of three samples as one digest, "samples", or the
+            "fingerprint" of a dataset of Hugging Face. None for private runs, and if nothing is known.
         environment: names and values, such as the device and the versions of drivers.
         privacy_statement: the SHA-256 of the statement in the metadata, by `digest_of`; None for other runs.
     """
@@ -80,7 +82,7 @@ class Lineage:
         return self.ancestors[0] if self.ancestors else None
 
     def to_json(self) -> dict[str, Json]:
-        """The lineage as a manifest has it."""
+        """The lineage in the form of a manifest."""
         ancestors = [asdict(one) for one in self.ancestors[:MAX_ANCESTORS]]
         omitted = self.omitted + len(self.ancestors) - len(ancestors)
         own = {"data": self.data and dict(self.data), "environment": dict(self.environment)}
@@ -88,10 +90,10 @@ class Lineage:
 
     @classmethod
     def from_json(cls, tree: Json) -> Lineage:
-        """The lineage that `to_json` gave; an empty one for None, as manifests of older versions have it.
+        """The lineage from a result of `to_json`; an empty one for None, which manifests of older versions have.
 
         Raises:
-            CheckpointDamagedError: it is none.
+            CheckpointDamagedError: `tree` is not a lineage.
         """
         if tree is None:
             return cls()
@@ -142,7 +144,7 @@ def read_lineage(path: str | os.PathLike[str]) -> Lineage:
 
 
 def descend(path: Path, how: How) -> Lineage:
-    """The ancestors of what begins with the checkpoint or export at `path`: it, and its own ancestors."""
+    """The ancestors of a run that begins with the checkpoint or export at `path`: that one, and its ancestors."""
     data = read_small(path / manifest.FILE_NAME)
     content = manifest.parse(data, path / manifest.FILE_NAME)
     parent = ancestor_of(content, how, data)
@@ -165,18 +167,18 @@ def ancestor_of(content: Manifest, how: How, data: bytes) -> Ancestor:
 
 
 def _is_private(content: Manifest) -> bool:
-    """Whether a run with a privacy layer wrote it; its checkpoints hold more than the guarantee covers."""
+    """Whether a run with a privacy layer wrote it. Its checkpoints contain more than the guarantee covers."""
     return isinstance(content.metadata, dict) and content.metadata.get("privacy") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """An ancestor, and what was found of it.
+    """An ancestor with its current location.
 
     Attributes:
-        ancestor: as the descendant names it.
-        path: where it lies; None if it was not found.
-        replaced: where a checkpoint of the same name and run lies whose manifest is another one.
+        ancestor: the entry in the descendant.
+        path: its path; None if it was not found.
+        replaced: the path of a checkpoint of the same name and run with another manifest.
     """
 
     ancestor: Ancestor
@@ -185,18 +187,18 @@ class Link:
 
     @property
     def state(self) -> str:
-        """In words."""
+        """The location as text."""
         if self.path is not None:
             return str(self.path)
         if self.replaced is not None:
             return f"gone: {self.replaced} was written later under the same name"
-        return "gone" if self.ancestor.kind is not None else "no checkpoint"
+        return "gone" if self.ancestor.kind is not None else "not a checkpoint"
 
 
 def trace(path: Path, folders: Iterable[Path] = ()) -> list[Link]:
     """The ancestors of the checkpoint or export at `path`, the parent first.
 
-    They are looked for beside it, in the folders of the other runs there, and in `folders` and their children.
+    They are searched in its parent folder, in the folders of the other runs there, and in `folders` and their children.
     """
     found = list(_candidates([*_neighbours(path), *folders]))
     return [_find(ancestor, found) for ancestor in read_lineage(path).ancestors]
@@ -208,7 +210,7 @@ def _neighbours(path: Path) -> list[Path]:
 
 
 def _candidates(folders: Iterable[Path]) -> Iterator[tuple[Path, Manifest, bytes]]:
-    """The checkpoints and exports in folders, and in those of runs below them."""
+    """The checkpoints and exports in folders, and in the folders of runs below them."""
     places = dict[Path, None]()
     for folder in folders:
         children = []
@@ -229,7 +231,7 @@ def _find(ancestor: Ancestor, found: Sequence[tuple[Path, Manifest, bytes]]) -> 
     for path, content, data in found:
         if (content.name, content.run_id, content.kind) != (ancestor.name, ancestor.run_id, ancestor.kind):
             continue
-        if ancestor.manifest is None:  # that of a private run is recognised by name, run and step
+        if ancestor.manifest is None:  # of a private run: compare name, run and step
             same = ancestor.run_id is not None and content.global_step == ancestor.global_step
         else:
             same = hashlib.sha256(data).hexdigest() == ancestor.manifest

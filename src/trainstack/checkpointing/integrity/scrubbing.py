@@ -1,6 +1,7 @@
-"""Scrubbing reads stored checkpoints again and compares them with their hashes. Needs no torch.
+"""Scrubbing reads stored checkpoints again and compares them with their hashes. It does not need torch.
 
-Disks lose bits of files that nobody reads. What was found is kept in `.scrub.json` beside the checkpoints.
+Disks can lose bits of files that are not read for a long time. The results are stored in `.scrub.json` in the folder of
+the checkpoints.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ RESULTS_FILE = ".scrub.json"
 _FORMAT = "trainstack-scrub"
 
 RATE = 100_000_000
-"""Bytes a second that are read beside a training: a fifth of what a slow SSD gives, a day for 8 TB."""
+"""Bytes per second that are read during a training: a fifth of the rate of a slow SSD, 8 TB in a day."""
 
 LogFn = Callable[[int, str], None]
 
 
 class ScrubStopped(Exception):
-    """Somebody has ended the reading; no result."""
+    """The reading was ended by another thread; there is no result."""
 
 
 class Pace:
-    """Slows reading down to a rate, and ends it. Any thread may call it before it reads so many bytes.
+    """Limits the rate of reading, and can end it. Any thread may call it before it reads.
 
     Args:
-        rate: bytes a second; None for no limit.
+        rate: bytes per second; None for no limit.
         stopped: ends the reading when it is set.
     """
 
@@ -65,12 +66,12 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrubResult:
-    """What the last reading of a checkpoint has found.
+    """The result of the last reading of a checkpoint.
 
     Attributes:
-        verified: when it was read, in UTC, ISO 8601.
-        manifest: a hash of its manifest; another one means that a checkpoint was written under this name since.
-        problem: what is damaged; None if all bytes agree.
+        verified: the time of the reading, in UTC, ISO 8601.
+        manifest: a hash of its manifest. If it differs, another checkpoint was written under this name later.
+        problem: the damage; None if all bytes agree.
     """
 
     verified: str
@@ -88,19 +89,20 @@ def read_results(folder: Path) -> dict[str, ScrubResult]:
 
 
 def _keep(folder: Path, name: str, result: ScrubResult, say: LogFn) -> None:
-    """Add a result, and leave out those of checkpoints that are gone."""
+    """Store a result, and drop the results of deleted checkpoints."""
     results = {**read_results(folder), name: result}
     kept = {one: asdict(result) for one, result in sorted(results.items()) if (folder / one).is_dir()}
     try:
         atomic_write(
             folder / RESULTS_FILE, (json.dumps({"format": _FORMAT, "checkpoints": kept}, indent=1) + "\n").encode()
         )
-    except OSError as error:  # a folder that cannot be written can be read all the same
+    except OSError as error:  # a folder without write access can be scrubbed too
         say(logging.WARNING, f"{folder / RESULTS_FILE} could not be written: {error}")
 
 
 def scrub_one(path: Path, pace: Pace, say: LogFn) -> ScrubResult | None:
-    """Read the checkpoint or export at `path`, and keep the result; None if it was deleted or replaced meanwhile.
+    """Read the checkpoint or export at `path`, and store the result; None if it was deleted or replaced during the
+    reading.
 
     Raises:
         ScrubStopped: the reading was ended.
@@ -122,10 +124,11 @@ def _hash_of_manifest(path: Path) -> str:
 
 
 def scrub_folder(folder: Path, pace: Pace, say: LogFn) -> Iterator[tuple[Path, str | None, bool]]:
-    """Read all entries of a folder of checkpoints; those that were not read for the longest time come first.
+    """Read all entries of a folder of checkpoints, beginning with those whose last reading is oldest.
 
     Yields:
-        the path, what is wrong, and whether that is damage; a folder that is no checkpoint can be odd without it.
+        the path, the problem, and whether that is damage; an entry that is not a checkpoint can be unusual without
+        damage.
     """
     contents = scan(folder)
     for path, error in {**contents.broken, **contents.broken_begins, **contents.newer}.items():
@@ -139,12 +142,12 @@ def scrub_folder(folder: Path, pace: Pace, say: LogFn) -> Iterator[tuple[Path, s
 
 
 def by_age(infos: Iterable[CheckpointInfo], results: dict[str, ScrubResult]) -> list[CheckpointInfo]:
-    """`infos`, the one first whose bytes were compared, or written, the longest time ago."""
+    """`infos`, ordered by the time at which their bytes were last compared or written, oldest first."""
     return sorted(infos, key=lambda info: read_at(info, results))
 
 
 def read_at(info: CheckpointInfo, results: dict[str, ScrubResult]) -> datetime:
-    """When the bytes of a checkpoint were last compared, or else written."""
+    """The time at which the bytes of a checkpoint were last compared, or else written."""
     known = results.get(info.path.name)
     if known is not None and known.manifest == _hash_of_manifest(info.path):
         with suppress(ValueError, TypeError):
@@ -153,12 +156,12 @@ def read_at(info: CheckpointInfo, results: dict[str, ScrubResult]) -> datetime:
 
 
 class BackgroundScrub:
-    """Reads one checkpoint at a time in a thread, beside a training.
+    """Reads one checkpoint at a time in a thread, during a training.
 
     Args:
-        every_s: a checkpoint is read again when its bytes were compared, or written, so many seconds ago.
+        every_s: a checkpoint is read again this many seconds after its bytes were compared or written.
         say: takes a level of the logging module and a line.
-        note: is told the path and the problem of each that was read.
+        note: takes the path and the problem of each checkpoint that was read.
     """
 
     def __init__(self, every_s: float, say: LogFn, note: Callable[[Path, str | None], None]) -> None:
@@ -167,7 +170,7 @@ class BackgroundScrub:
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path, infos: Iterable[CheckpointInfo]) -> None:
-        """Begin to read the one of `infos` in `folder` that is due for the longest time, if one is; never waits."""
+        """Begin to read the one of `infos` in `folder` that is overdue longest, if one is due. Never waits."""
         if self._thread is not None and self._thread.is_alive():
             return
         results = read_results(folder)
@@ -190,7 +193,7 @@ class BackgroundScrub:
                     self._say(logging.WARNING, f"a stored checkpoint is damaged: {result.problem}")
 
     def stop(self) -> None:
-        """End the reading under way, without a result, and wait for its thread."""
+        """End the current reading without a result, and wait for its thread."""
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()

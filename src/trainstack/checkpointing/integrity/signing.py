@@ -1,8 +1,9 @@
 """Signatures of checkpoints and exports by an Ed25519 key.
 
-The hashes in a manifest find damage, and somebody can compute bytes that fit them (xxh3 is not cryptographic). So a
-signature is over the SHA-256 of every file of the folder, the manifest among them: with it over weights, arguments,
-place in the order, privacy spent, chain heads of step logs and lineage. It is a file of the folder,
+The hashes in a manifest detect damage, but an attacker can compute bytes with the same hash (xxh3 is not
+cryptographic).
+So a signature covers the SHA-256 of every file of the folder, including the manifest. With it, it covers weights,
+arguments, position in the order, privacy spent, chain heads of step logs and lineage. It is a file of the folder,
 `SIGNATURE.json`, and so is copied and deleted with it.
 """
 
@@ -36,12 +37,13 @@ if TYPE_CHECKING:
 
 FORMAT = "trainstack-signature"
 _PREFIX = b"trainstack-signature 1\n"
-"""Before the signed text: a key that also signs other things gives no signature that counts here."""
+"""The beginning of the signed text. A signature that the same key made for another purpose is therefore not valid here.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedFile:
-    """What a signature says of one file: its size in bytes, and its SHA-256 in hexadecimal digits."""
+    """The entry of one file in a signature: its size in bytes, and its SHA-256 in hexadecimal digits."""
 
     size: int
     sha256: str
@@ -49,7 +51,7 @@ class SignedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What `SIGNATURE.json` says. Only `verify_signature` compares it with a key and with the files.
+    """The content of `SIGNATURE.json`. Only `verify_signature` compares it with a key and with the files.
 
     Attributes:
         algorithm: "ed25519".
@@ -57,7 +59,7 @@ class Signature:
         created: UTC, ISO 8601, by the clock of the signer.
         name, kind, run_id, global_step: those in the manifest.
         root: the SHA-256 over names, sizes and hashes of all files.
-        files: all files of the folder but the signature, by their path in it.
+        files: all files of the folder except the signature, by their path in it.
         signature: in base64.
     """
 
@@ -74,33 +76,34 @@ class Signature:
 
     @property
     def subject(self) -> str:
-        """What was signed, in words."""
+        """The signed checkpoint, as text."""
         return _subject(self.name, self.run_id, self.global_step)
 
 
 def checkpoint_signer(key: str | os.PathLike[str]) -> Signer:
-    """A function that makes the content of `SIGNATURE.json` for a folder, by the private key in the PEM file `key`.
+    """A function that makes the content of `SIGNATURE.json` for a folder, with the private key in the PEM file `key`.
 
     Raises:
         MissingExtraError: `cryptography` is not installed.
-        ConfigurationError: `key` is no such file.
+        ConfigurationError: `key` is not such a file.
     """
     private = read_private_key(key)
     return lambda folder: _render(_signed(folder, manifest.read(folder / manifest.FILE_NAME), private))
 
 
 def sign_checkpoint(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signature:
-    """Sign the checkpoint or export at `path` by the private key in the PEM file `key`; replaces an older signature.
+    """Sign the checkpoint or export at `path` with the private key in the PEM file `key`. An older signature is
+    replaced.
 
-    All files in the folder are signed, a README and a `config.json` among them: sign after the last edit. The files are
-    compared with the manifest first, so nothing that is damaged gets a signature.
+    All files in the folder are signed, including a README and a `config.json`: sign after the last edit. The files are
+    first compared with the manifest, so damaged files never get a signature.
 
     Raises:
         MissingExtraError: `cryptography` is not installed.
-        ConfigurationError: `key` is no Ed25519 key.
+        ConfigurationError: `key` is not an Ed25519 key.
         CheckpointNotFoundError: there is no checkpoint at `path`.
         CheckpointDamagedError: a file does not agree with the manifest.
-        CheckpointError: the folder holds a link, or cannot be written.
+        CheckpointError: the folder contains a link, or cannot be written.
     """
     private = read_private_key(key)
     root, content = open_checkpoint(path)
@@ -108,19 +111,19 @@ def sign_checkpoint(path: str | os.PathLike[str], key: str | os.PathLike[str]) -
         raise CheckpointMismatchError(f"{root} marks the beginning of a run and holds no state. Name a checkpoint.")
     verify_files(root, content)
     try:
-        with suppress(FileNotFoundError):  # of an earlier call that was killed: it would be signed, and then be gone
+        with suppress(FileNotFoundError):  # left by a call that was killed; it must not be among the signed files
             filesystem.remove_file(root / f".tmp-{SIGNATURE_FILE}")
         made = _signed(root, content, private)
         filesystem.atomic_write(root / SIGNATURE_FILE, _render(made))
     except OSError as error:
         raise CheckpointError(
-            f"{root / SIGNATURE_FILE} could not be written: {error}. Mend the folder, or sign a copy."
+            f"{root / SIGNATURE_FILE} could not be written: {error}. Repair the folder, or sign a copy."
         ) from error
     return made
 
 
 def read_signature(path: str | os.PathLike[str]) -> Signature | None:
-    """What the signature in the folder `path` claims; None without one. Nothing is verified.
+    """The unverified content of the signature in the folder `path`; None without one.
 
     Raises:
         SignatureError: the file cannot be read, or is not a signature.
@@ -129,7 +132,7 @@ def read_signature(path: str | os.PathLike[str]) -> Signature | None:
     try:
         body = json.loads(read_small(file))
         if type(body) is not dict or (body.pop("format", None), body.pop("format_version", None)) != (FORMAT, 1):
-            raise ValueError("it is of another format")
+            raise ValueError("it has another format")
         if type(body.get("files")) is not dict:
             raise ValueError("it has no files")
         files = {name: build(SignedFile, record) for name, record in body["files"].items()}
@@ -137,11 +140,11 @@ def read_signature(path: str | os.PathLike[str]) -> Signature | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise SignatureError(f"{file} is no signature that can be read: {error}. Sign the checkpoint again.") from error
+        raise SignatureError(f"{file} is not a readable signature: {error}. Sign the checkpoint again.") from error
 
 
 def claimed_signer(path: Path) -> str | None:
-    """The fingerprint of the key in the signature of a checkpoint; None without one. Nothing is verified."""
+    """The unverified fingerprint of the key in the signature of a checkpoint; None without one."""
     try:
         found = read_signature(path)
         return None if found is None else found.public_key
@@ -152,33 +155,35 @@ def claimed_signer(path: Path) -> str | None:
 def verify_signature(path: str | os.PathLike[str], public_key: str | os.PathLike[str]) -> Signature:
     """Compare the signature at `path` with the public key in the PEM file `public_key`, and with all files.
 
-    Reads all bytes. What it returns holds for the bytes of that moment.
+    It reads all bytes. The result holds for the bytes at that moment.
 
     Raises:
-        SignatureError: there is none, it is of another key or another checkpoint, or files differ; with their names.
+        SignatureError: there is no signature, it belongs to another key or another checkpoint, or files differ. The
+            message
+            names them.
         MissingExtraError: `cryptography` is not installed.
-        ConfigurationError: `public_key` is no Ed25519 key.
+        ConfigurationError: `public_key` is not an Ed25519 key.
         CheckpointNotFoundError: there is no checkpoint at `path`.
     """
     key, root = read_public_key(public_key), Path(path).absolute()
-    from cryptography.exceptions import InvalidSignature  # the line above says it if the package is missing
+    from cryptography.exceptions import InvalidSignature  # after `read_public_key`, which raises if it is missing
 
     found = read_signature(root)
     if found is None:
-        open_checkpoint(root)  # says so if there is no checkpoint
+        open_checkpoint(root)  # raises if there is no checkpoint
         raise SignatureError(f"{root} is not signed: it has no {SIGNATURE_FILE}. Sign it: trainstack checkpoints sign.")
     own = fingerprint_of(key)
     if found.public_key != own:
         raise SignatureError(
-            f"{root} was signed by the key {found.public_key}, and {os.fspath(public_key)} is the key {own}. Give the "
+            f"{root} was signed by the key {found.public_key}, and {os.fspath(public_key)} is the key {own}. Use the "
             "public key of the signer, if you trust it."
         )
     try:
         key.verify(base64.b64decode(found.signature, validate=True), _text_of(found))
     except (InvalidSignature, ValueError) as error:
         raise SignatureError(
-            f"{root / SIGNATURE_FILE} was not made by the key {own}: the signature does not fit its content, so one of "
-            "them was changed. Do not use this checkpoint."
+            f"{root / SIGNATURE_FILE} was not made by the key {own}: the signature does not match its content, so one "
+            "of them was changed. Do not use this checkpoint."
         ) from error
     problems = _problems(root, found)
     if problems:
@@ -210,7 +215,7 @@ def _signed(folder: Path, content: Manifest, key: Ed25519PrivateKey) -> Signatur
 
 
 def _text_of(signature: Signature) -> bytes:
-    """The bytes that are signed: all fields but the signature, as JSON with sorted keys and without spaces."""
+    """The signed bytes: all fields except the signature, as JSON with sorted keys and without spaces."""
     body = asdict(signature)
     del body["signature"]
     return _PREFIX + json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii")
@@ -227,7 +232,7 @@ def _root_of(files: Mapping[str, SignedFile]) -> str:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """The paths of all entries below `folder` but folders and the signature, with slashes; links are not followed."""
+    """The paths of all entries in `folder`, with slashes, without folders and the signature. Links are not followed."""
     names = []
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
@@ -236,7 +241,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _hash_all(folder: Path, sizes: Mapping[str, int | None]) -> dict[str, SignedFile | str]:
-    """Size and hash of each file, or a fault of it. One that does not have its size in `sizes` is not read."""
+    """Size and hash of each file, or its problem. A file whose size differs from `sizes` is not read."""
     with ThreadPoolExecutor(READERS) as pool:
         found = pool.map(lambda name: _hash(folder / name, sizes[name]), sizes)
         return dict(zip(sizes, found, strict=True))
@@ -262,7 +267,7 @@ def _hash(path: Path, expected: int | None) -> SignedFile | str:
 
 
 def _problems(root: Path, signature: Signature) -> list[str]:
-    """What differs from the signature, a sentence each; an added file counts."""
+    """The differences from the signature, one sentence each. An added file counts."""
     problems = [f"{name} was added" for name in _names_in(root) if name not in signature.files]
     for name, record in _hash_all(root, {name: one.size for name, one in signature.files.items()}).items():
         if isinstance(record, str):
@@ -275,7 +280,7 @@ def _problems(root: Path, signature: Signature) -> list[str]:
 
 
 def _of_another(root: Path, signature: Signature) -> str:
-    """A sentence where the manifest is that of another checkpoint than the signed one."""
+    """A sentence if the manifest is that of another checkpoint than the signed one; otherwise ""."""
     try:
         content = manifest.read(root / manifest.FILE_NAME)
     except CheckpointError:

@@ -1,1 +1,1 @@
-"""Folders as `save_pretrained` of Hugging Face libraries writes them: reading, and writing of exports."""
+"""Folders in the form of `save_pretrained` of Hugging Face libraries: reading, and writing of exports."""

@@ -1,4 +1,4 @@
-"""`match_weights` finds which tensors of a file fit a model, and `WarmStartReport` says what became of each."""
+"""`match_weights` finds the tensors of a file that fit a model; `WarmStartReport` lists the result for each."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from trainstack.errors import CheckpointMismatchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartReport:
-    """The result for each tensor; `str(report)` has it in words.
+    """The result for each tensor. `str(report)` is a text of it.
 
     Attributes:
-        source: where the weights came from.
-        loaded: names that the model took, those of tied tensors included.
-        missing: names of the model that the source lacks; they are as the model was built.
+        source: the source of the weights.
+        loaded: names that the model loaded, including those of tied tensors.
+        missing: names of the model that the source lacks; they keep their initial values.
         unexpected: names of the source that the model lacks.
-        mismatched: names of both with another shape or kind of dtype, with values that the model's dtype does not hold,
-            or with another value than a tensor that the model ties to it; each with the values of source and
-            model. They are as the model was built.
-        part: the child of the model that took the weights, such as "model"; "" for the model itself. Names but those in
+        mismatched: names of both with another shape or kind of dtype, with values that the model's dtype cannot
+            represent,
+            or with another value than a tensor that the model ties to it; each with the values of source and model.
+            They
+            keep their initial values.
+        part: the child of the model that loaded the weights, such as "model"; "" for the model itself. All names except
             `unexpected` are the model's, with this prefix.
     """
 
@@ -40,7 +42,7 @@ class WarmStartReport:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every tensor of the source has its place in the model, and the reverse."""
+        """Whether source and model have the same tensors, and all fit."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
@@ -48,12 +50,12 @@ class WarmStartReport:
         into = f" into {self.part!r}" if self.part else ""
         parts = [f"loaded {count} tensor{'s' if count != 1 else ''} from {self.source}{into}"]
         if self.missing:
-            parts.append(f"{len(self.missing)} missing there stay as they were built: {_format_names(self.missing)}")
+            parts.append(f"{len(self.missing)} missing there keep their initial values: {_format_names(self.missing)}")
         if self.unexpected:
-            parts.append(f"{len(self.unexpected)} there have no place in the model: {_format_names(self.unexpected)}")
+            parts.append(f"{len(self.unexpected)} there are not in the model: {_format_names(self.unexpected)}")
         if self.mismatched:
             words = [f"{name} ({what})" for name, what in self.mismatched.items()]
-            parts.append(f"{len(words)} do not fit and stay as they were built: {_format_names(words)}")
+            parts.append(f"{len(words)} do not fit and keep their initial values: {_format_names(words)}")
         return "; ".join(parts)
 
 
@@ -63,14 +65,14 @@ def match_weights(
     """The report of `warm_start`, and the names in `given` of the tensors to load, by their names in the model.
 
     Args:
-        model: that is to get weights.
+        model: the model that will load the weights.
         own: its tensors by name, whole or sharded; their values are not read.
         given: the weights.
         said: the name of the weights in messages.
         strict: refuse weights that do not match in every name and shape.
 
     Raises:
-        CheckpointMismatchError: nothing fits at all, or not everything while `strict`.
+        CheckpointMismatchError: no tensor fits, or not every one with `strict`.
     """
     part = _part_that_fits(model, given, own)
     if part is None:
@@ -84,7 +86,7 @@ def match_weights(
     }
     mismatched |= _changed_values(own, {key: weights[key] for key in own if key in weights and key not in mismatched})
     fitting = [key for key in own if key in weights and key not in mismatched]
-    taken = {_identity(own[key]) for key in fitting}  # a tied tensor has other names, which files leave out
+    taken = {_identity(own[key]) for key in fitting}  # files omit the other names of a tied tensor
     loaded = [key for key in own if key not in mismatched and (key in fitting or _identity(own[key]) in taken)]
     report = WarmStartReport(
         source=said,
@@ -95,12 +97,12 @@ def match_weights(
         mismatched=mismatched,
     )
     if strict and not report.is_complete:
-        raise CheckpointMismatchError(f"{said} does not fit {class_of(model).__name__} in everything. Not {report}.")
+        raise CheckpointMismatchError(f"{said} does not fit {class_of(model).__name__} completely. Not {report}.")
     return report, {key: key.removeprefix(prefix) for key in fitting}
 
 
 def _part_that_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """The path of the part that takes `weights`: "" for the model; None where there is none, or more than one."""
+    """The path of the submodule that fits `weights`, "" for the model; None if there is none, or more than one."""
     children = [name for name, _ in model.named_children()]
     inner = [f"{name}.{key}" for name in children for key, _ in model.get_submodule(name).named_children()]
     for level in ([""], children, inner):
@@ -115,7 +117,7 @@ def _count_fitting(weights: Mapping[str, Any], own: Mapping[str, Any], prefix: s
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """The value that tied tensors share; for a sharded tensor that of the part of this process."""
+    """A value that tied tensors share; of a sharded tensor that of the local part."""
     part = next(plain_parts(tensor)) if is_sharded(tensor) else tensor
     return tensor_identity(part if part.numel() else tensor)
 
@@ -126,7 +128,7 @@ def _fits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _changed_values(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Why the model would not have the values that it is given, by name; those that it would have are left out."""
+    """The reasons why the model would not get the given values, by name, for the names that have one."""
     found, first = dict[str, str](), dict[Any, str]()
     for key, tensor in given.items():
         other = first.setdefault(_identity(own[key]), key)
@@ -134,12 +136,12 @@ def _changed_values(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.T
         if both and not torch.equal(*both):
             found[key] = f"another value there than {other}, and the model has one tensor for both"
         elif not _keeps_values(own[key].dtype, tensor):
-            found[key] = f"{describe(tensor)} there, with values that {describe(own[key])} in the model does not hold"
+            found[key] = f"{describe(tensor)} there, with values that {describe(own[key])} in the model cannot hold"
     return found
 
 
 def _keeps_values(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether `dtype` has the values of `tensor`, rounded, so that no finite one becomes inf and no integer another."""
+    """Whether `dtype` represents the values of `tensor`, rounded: no finite one becomes inf, no integer changes."""
     if tensor.dtype is dtype or tensor.is_complex() or not tensor.numel() or tensor.is_meta:
         return True
     if not dtype.is_floating_point:
@@ -160,10 +162,10 @@ def _nothing_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str
     hint = "Compare the names, and rename: warm_start(model, {new_name: tensor, ...})."
     if fits:
         hint = (
-            f"They fit its {_format_names(list(map(repr, fits)))} alike: call warm_start(module.{fits[0]}, ...) for "
-            "the one that you mean, before you make the Trainer."
+            f"They fit its {_format_names(list(map(repr, fits)))} equally: call warm_start(module.{fits[0]}, ...) for "
+            "the intended one, before you make the Trainer."
         )
     return (
-        f"nothing in {said} fits {class_of(model).__name__}: it holds {_format_names(list(weights)) or 'no tensors'}; "
+        f"nothing in {said} fits {class_of(model).__name__}: it has {_format_names(list(weights)) or 'no tensors'}; "
         f"the model has {_format_names(list(own)) or 'none'}. {hint}"
     )

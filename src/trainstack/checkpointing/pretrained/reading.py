@@ -34,7 +34,7 @@ def folder_of_hub_id(source: str) -> Path:
     Raises:
         CheckpointNotFoundError: `source` is not an id, or the cache does not have the model.
     """
-    given = f"{source} does not exist. Give a checkpoint, an export, a folder of save_pretrained or a .safetensors file"
+    given = f"{source} does not exist. Name a checkpoint, an export, a folder of save_pretrained or a .safetensors file"
     if not _HUB_ID.fullmatch(source):
         raise CheckpointNotFoundError(f"{given}.")
     name, _, revision = source.partition("@")
@@ -58,9 +58,10 @@ def folder_of_hub_id(source: str) -> Path:
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The one file of weights in a folder without a manifest: `model.safetensors`, its index, or the only one there.
+    """The file of weights in a folder without a manifest: `model.safetensors`, its index, or the only one in the
+    folder.
 
-    Several if there are several of other names; none if there is none. A folder that has only pickles gives these.
+    Several if there are several with other names; none if there is none. For a folder with only pickles it is a pickle.
     """
     names = sorted(os.listdir(folder))
     preferred = [name for name in ("model.safetensors", f"model{INDEX_SUFFIX}") if name in names]
@@ -76,7 +77,7 @@ def read_folder(folder: Path, *, mapped: bool = False) -> dict[str, torch.Tensor
 
     Raises:
         CheckpointNotFoundError: it has several.
-        CheckpointMismatchError: it has pickles alone.
+        CheckpointMismatchError: it has only pickles.
         CheckpointDamagedError: a file is not a safetensors file, or is missing.
     """
     found = find_weights(folder)
@@ -91,7 +92,7 @@ def read_file(file: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
     """The tensors of a `.safetensors` file, or of the files that an index names; `mapped` or in memory.
 
     Raises:
-        CheckpointMismatchError: it is a pickle by its name.
+        CheckpointMismatchError: its name is that of a pickle.
         CheckpointDamagedError: it cannot be read.
     """
     if file.suffix.lower() in PICKLE_SUFFIXES:
@@ -100,13 +101,13 @@ def read_file(file: Path, *, mapped: bool = False) -> dict[str, torch.Tensor]:
         return _read_shards(file, mapped=mapped)
     if is_shard_file(file.name):
         raise CheckpointMismatchError(
-            f"{file} has the rows of one rank, and not the whole tensors. Give its folder, {file.parent}."
+            f"{file} has the rows of one rank, and not the whole tensors. Name its folder, {file.parent}."
         )
     try:
         return read_unverified_tensors(file, mapped=mapped)
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(
-            f"{file} cannot be read as safetensors: {error} A file that torch.save wrote is read by "
+            f"{file} cannot be read as safetensors: {error} To read a file of torch.save, call "
             "load_torch_weights(path)."
         ) from error
 
@@ -117,7 +118,7 @@ def _read_shards(index: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
     for name in dict.fromkeys(places.values()):
         if not (index.parent / name).exists():
             raise CheckpointDamagedError(
-                f"{index} names {name}, which is not beside it. Copy or download the whole folder."
+                f"{index} names {name}, which is not in its folder. Copy or download the whole folder."
             )
         tensors = read_file(index.parent / name, mapped=mapped)
         unnamed += [key for key in tensors if key not in places]
@@ -125,13 +126,13 @@ def _read_shards(index: Path, *, mapped: bool) -> dict[str, torch.Tensor]:
     missing = [key for key in places if key not in found]
     if missing:
         raise CheckpointDamagedError(
-            f"{index} says that {places[missing[0]]} has {missing[0]!r}, and it does not; {len(missing)} tensors are "
-            "missing so. The files are not of one model: copy or download the whole folder."
+            f"{index} says that {places[missing[0]]} has {missing[0]!r}, which is not so; {len(missing)} such tensors "
+            "are missing. The files are not of one model: copy or download the whole folder."
         )
     if unnamed:
         raise CheckpointDamagedError(
-            f"{index} does not name {unnamed[0]!r}, which a file beside it has; {len(unnamed)} tensors are left out. "
-            "The files are not of one model: copy or download the whole folder."
+            f"{index} does not name {unnamed[0]!r}, which a file in its folder has; {len(unnamed)} such tensors would "
+            "be ignored. The files are not of one model: copy or download the whole folder."
         )
     return found
 
@@ -143,7 +144,7 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         places: Any = content["weight_map"]
         for name in set(places.values()):
             if not (isinstance(name, str) and is_plain_name(name) and name.endswith(".safetensors")):
-                raise ValueError(f"{short(name)} is not the name of a .safetensors file beside it")
+                raise ValueError(f"{short(name)} is not the name of a .safetensors file in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(
             f"{index} is not an index of safetensors files: {type(error).__name__}: {error}."
@@ -155,12 +156,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} is there twice")
+        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} occurs twice")
     return found
 
 
 def _refuse_pickle(file: Path) -> str:
     return (
-        f"{file} is a pickle by its name, and pickles are never read unasked. Read it explicitly and keep what is in "
-        f"it: export_model(load_torch_weights({str(file)!r}), 'weights'), and name that folder instead."
+        f"{file} is a pickle by its name, and pickles are never read implicitly. Read it explicitly and store its "
+        f"content: export_model(load_torch_weights({str(file)!r}), 'weights'), and name that folder instead."
     )

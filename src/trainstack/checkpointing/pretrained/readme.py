@@ -1,4 +1,4 @@
-"""README.md of an export, which is a model card of the Hub as well."""
+"""README.md of an export, which is also a model card of the Hub."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def render_readme(
     several: bool = False,
     lineage: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Return the text of README.md for an export of `model_state`, which is that of the module `owner`.
+    """Return the text of README.md for an export of `model_state`, the state of the module `owner`.
 
-    `several` says that its tensors lie in several files, and `lineage` is that of the manifest. The front matter is the
-    metadata of a model card, with the fields `card` above those that are known here.
+    `several` is True if its tensors are in several files, and `lineage` is that of the manifest. The front matter is
+    the
+    metadata of a model card; the fields of `card` take precedence over those that follow from the model.
     """
     facts = {"global steps": global_step, **(metadata or {})}
     left_out = facts.pop(LEFT_OUT, None) or {}
     texts = {k: facts.pop(k) for k, value in list(facts.items()) if isinstance(value, str) and "\n" in value}
     if texts:
-        facts.pop("privacy", None)  # as JSON it is in the manifest
+        facts.pop("privacy", None)  # its text is in `texts`, and the manifest has it as JSON
     tables = _tables(facts, plan, versions)
     tables["Origin"] = _origin(lineage or {})
     front = _front_matter({**_card_of(owner, metadata or {}), **(card or {})})
@@ -44,8 +45,8 @@ def render_readme(
     parts += _how_to_load(model_state, owner, strict=not left_out, several=several)
     if left_out:
         parts.append(
-            f"{len(left_out)} frozen tensors are left out, such as `{next(iter(left_out))}`; `MANIFEST.json` has all "
-            "names. Load them first, from where the run had them."
+            f"{len(left_out)} frozen tensors are omitted, such as `{next(iter(left_out))}`; `MANIFEST.json` has all "
+            "names. Load them first, from the source that the run used."
         )
     for title, table in tables.items():
         if table:
@@ -53,14 +54,14 @@ def render_readme(
             parts += [f"## {title}", "\n".join(["| | |", "| --- | --- |", *rows])]
     parts += [f"## {title.capitalize()}\n\n```text\n{text}\n```" for title, text in texts.items()]
     parts.append(
-        "`MANIFEST.json` holds the size and hash of each file but this one, which is yours to edit; "
+        "`MANIFEST.json` has the size and hash of each file except this one, which is yours to edit; "
         "`trainstack checkpoints verify` compares them. No file here is a pickle."
     )
     return ("\n\n".join(parts) + "\n").encode("utf-8", "replace")
 
 
 def _front_matter(card: Mapping[str, Any]) -> str:
-    import yaml  # not at each start of a program
+    import yaml  # here, to keep the import of the library fast
 
     return f"---\n{yaml.safe_dump(dict(card), sort_keys=False, allow_unicode=True)}---"
 
@@ -72,7 +73,7 @@ _LIBRARIES = {
     "timm": "timm",
     "transformers": "transformers",
 }
-"""The names by which the Hub knows the libraries that models come from, by their packages."""
+"""The names of libraries on the Hub, by their packages."""
 
 
 def _card_of(owner: nn.Module | None, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _card_of(owner: nn.Module | None, metadata: Mapping[str, Any]) -> dict[str, 
     package = type(owner).__module__.partition(".")[0]
     card: dict[str, Any] = {"library_name": _LIBRARIES.get(package, "pytorch"), "tags": ["trainstack"]}
     config = getattr(owner, "config", None)
-    if getattr(config, "_commit_hash", None):  # of a model that was downloaded, and not read from a folder
+    if getattr(config, "_commit_hash", None):  # only if the model was downloaded, and not read from a folder
         card["base_model"] = config._name_or_path  # type: ignore[union-attr]
     metrics = metadata.get("metrics")
     names = map(str, metrics) if isinstance(metrics, Mapping) else ()
@@ -89,7 +90,7 @@ def _card_of(owner: nn.Module | None, metadata: Mapping[str, Any]) -> dict[str, 
 
 
 def _from_pretrained(owner: nn.Module | None) -> list[str]:
-    """The lines that load an export of `owner` by its own library; none if they are not known."""
+    """The lines that load an export of `owner` with its library; none if they are unknown."""
     kind = type(owner)
     package = kind.__module__.partition(".")[0]
     if package not in _LIBRARIES or not hasattr(kind, "from_pretrained"):
@@ -102,7 +103,7 @@ def _from_pretrained(owner: nn.Module | None) -> list[str]:
 
 
 def _common_prefix(names: Iterable[str]) -> str:
-    """The part of a module that all names begin with, and a dot; "" if there is no such part."""
+    """The submodule with which all names begin, and a dot; "" if there is none."""
     first = {name.partition(".")[0] for name in names if "." in name} | {"" for name in names if "." not in name}
     return f"{first.pop()}." if len(first) == 1 and "" not in first else ""
 
@@ -119,7 +120,7 @@ def _tables(
 
 
 def _origin(lineage: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of a lineage: each ancestor, the parent first, and the facts of data and environment."""
+    """The rows of a lineage: each ancestor, the parent first, and the facts about data and environment."""
     rows: dict[str, Any] = {}
     for number, one in enumerate(lineage.get("ancestors", ())):
         step = "" if one["global_step"] is None else f", global step {one['global_step']}"
@@ -159,20 +160,20 @@ def _how_to_load(
         option = "" if strict else ", strict=False"
         yield _code([*lines, f"model.load_state_dict(weights{option})"])
         if prefix := _common_prefix(model_state):
-            yield f"All names begin with `{prefix}`. The part of the module alone takes them without that:"
+            yield f"All names begin with `{prefix}`. For that submodule alone, remove the prefix:"
             taken = f"{{name.removeprefix({prefix!r}): tensor for name, tensor in weights.items()}}"
             yield _code([f"weights = {taken}", f"network.load_state_dict(weights{option})"])
     else:
         yield (
-            f"The tensors lie in `model{'-*' if several else ''}.safetensors`. The state also holds what is no tensor "
-            "of a safetensors file, so it is read with trainstack:"
+            f"The tensors are in `model{'-*' if several else ''}.safetensors`. The state also contains values that a "
+            "safetensors file cannot store, so it is read with trainstack:"
         )
     yield "With trainstack, which compares the hashes:"
     yield _code(["from trainstack import read_model", "", 'state = read_model(".")  # the folder of this file'])
 
 
 def _tied(model_state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Names of tensors that are stored once, under the name that came first."""
+    """Names of tensors that are stored once, with the name that came first."""
     first: dict[Any, str] = {}
     for name, tensor in model_state.items():
         before = first.setdefault(tensor_identity(tensor), name)

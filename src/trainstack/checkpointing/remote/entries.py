@@ -1,8 +1,9 @@
-"""Checkpoints and exports in an object store: their names, and how one is listed, uploaded, downloaded and deleted.
+"""Checkpoints and exports in an object store: names, listing, upload, download and deletion.
 
-An entry is a folder `<name>.<hash>`, where the hash is that of its manifest. The manifest holds the hashes of all
-files, so two processes that write the same key write the same bytes: none can damage what another has written. The
-manifest is created last. Without it the folder is no entry.
+An entry is a folder `<name>.<hash>` with the hash of its manifest. The manifest contains the hashes of all files, so
+two
+processes that write the same key write the same bytes, and none can damage the files of another. The manifest is
+created last. A folder without one is not an entry.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
 
 _HASH = re.compile(r"(?<=[^/])\.[0-9a-f]{16}\Z")
 _BESIDE = ("README.md", manifest.SIGNATURE_FILE)
-"""Files that a manifest does not list, and that are downloaded with it."""
+"""Files that a manifest does not list, but that are downloaded too."""
 
 
 def without_hash(key: str) -> str:
-    """The path in the local copy that an entry with this key has."""
+    """The path in the local copy of the entry with this key."""
     return _HASH.sub("", key)
 
 
@@ -55,24 +56,24 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are there in the sizes that the manifest names."""
+        """Whether all files exist with the sizes in the manifest."""
         return all(self.files.get(name) == record.size for name, record in self.content.files.items())
 
     @property
     def info(self) -> CheckpointInfo:
-        """As of a local checkpoint; the path is the place."""
+        """The info of a local checkpoint; its path is `place`."""
         return info_of(Path(self.place), self.content)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What a store holds below an address.
+    """The content of a store below an address.
 
     Attributes:
-        entries: by key, those with an intact manifest.
-        broken: the errors of the others.
+        entries: those with an intact manifest, by key.
+        broken: the errors of the others, by key.
         unfinished: the keys of files whose manifest was not written.
-        files: the sizes of all other files by key, leases and hidden ones left out.
+        files: the sizes of all other files by key, without leases and hidden files.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Listing:
     files: dict[str, int] = field(default_factory=dict)
 
     def within(self, folder: str) -> tuple[Contents, dict[CheckpointInfo, Entry]]:
-        """The whole entries in `folder` as `directory.scan` gives them, and which of them each one is."""
+        """The whole entries in `folder` in the form of `directory.scan`, and the entry of each of them."""
         whole = (entry for entry in self.entries.values() if str(entry.place.parent) == folder and entry.is_whole)
         found = {entry.info: entry for entry in whole}
         infos = sorted(found, key=lambda info: (info.sequence, info.created), reverse=True)
@@ -98,12 +99,12 @@ def key_of(place: str, data: bytes) -> str:
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether `key` is a path inside of a folder; hidden names, such as those of leases, are left out."""
+    """Whether `key` is a path inside of a folder, without hidden names such as those of leases."""
     return not any(part.startswith(".") or not part for part in key.split("/")) and not set(key) & {"\\", "\0"}
 
 
 def list_entries(store: ObjectStore, known: dict[str, Entry] | None = None) -> Listing:
-    """Read the keys, and those manifests that are not in `known`. An entry never changes."""
+    """Read the keys, and the manifests that are not in `known`. An entry never changes."""
     listing, folders = Listing(), dict[str, dict[str, int]]()
     for key, size in store.list().items():
         if is_plain_key(key):
@@ -119,7 +120,7 @@ def list_entries(store: ObjectStore, known: dict[str, Entry] | None = None) -> L
             listing.entries[key] = replace(seen[key], files=files)
         elif key in whole:
             data = read.get(prefix + manifest.FILE_NAME)
-            if data is not None or key not in small:  # else deleted since it was listed
+            if data is not None or key not in small:  # otherwise it was deleted after the listing
                 _sort_in(listing, store, key, files, data or b"")
         elif _HASH.search(key):
             listing.unfinished.extend(prefix + name for name in files)
@@ -133,7 +134,7 @@ def _within(key: str, name: str) -> str:
 
 
 def _sort_in(listing: Listing, store: ObjectStore, key: str, files: dict[str, int], data: bytes) -> None:
-    """Add the entry with the manifest `data`; none is that of one that is too large."""
+    """Add the entry with the manifest `data`, which is empty if the manifest is too large."""
     try:
         content = manifest.parse(data, Path(f"{store.address}/{_within(key, manifest.FILE_NAME)}"))
         listing.entries[key] = Entry(key=key, content=content, data=data, files=files)
@@ -146,7 +147,7 @@ def upload_folder(
 ) -> None:
     """Upload the files of the local checkpoint `folder` as the entry `key`, and its manifest `data` last.
 
-    `verify_owner` raises if this process may not write there any more.
+    `verify_owner` raises if this process may no longer write there.
     """
     prefix = _within(key, "")
     for path in sorted(folder.iterdir()):
@@ -160,7 +161,8 @@ def upload_folder(
 
 
 def download(store: ObjectStore, entry: Entry, target: Path) -> Path:
-    """Write an entry as the local folder `target`, whole or not at all, in place of one of that name; verified.
+    """Write an entry as the local folder `target`, completely or not at all, replacing one with this name. It is
+    verified.
 
     Raises:
         CheckpointDamagedError: a file is missing in the store or has other bytes.
@@ -171,7 +173,7 @@ def download(store: ObjectStore, entry: Entry, target: Path) -> Path:
     prefix = _within(entry.key, "")
     try:
         filesystem.make_directory(made)
-        signed = manifest.SIGNATURE_FILE in entry.files  # over all files of the folder, a config.json among them
+        signed = manifest.SIGNATURE_FILE in entry.files  # a signature covers all files, such as a config.json
         for name in entry.files:
             if signed or name in entry.content.files or name in _BESIDE:
                 store.download(prefix + name, made / name)
@@ -192,7 +194,7 @@ def download(store: ObjectStore, entry: Entry, target: Path) -> Path:
 
 
 def is_copied(entry: Entry, target: Path) -> bool:
-    """Whether the local folder `target` is this entry, by its manifest and the sizes of its files."""
+    """Whether the local folder `target` is this entry, judged by its manifest and the sizes of its files."""
     try:
         same = read_small(target / manifest.FILE_NAME) == entry.data
         return same and all((target / name).stat().st_size == one.size for name, one in entry.content.files.items())
@@ -201,7 +203,7 @@ def is_copied(entry: Entry, target: Path) -> bool:
 
 
 def delete_entry(store: ObjectStore, entry: Entry) -> None:
-    """Delete an entry, its manifest first: what is left is no entry any more."""
+    """Delete an entry, its manifest first: the remaining files are then not an entry."""
     prefix = _within(entry.key, "")
     store.delete([prefix + manifest.FILE_NAME])
     store.delete(prefix + name for name in entry.files if name != manifest.FILE_NAME)

@@ -13,7 +13,6 @@ from typing import Literal
 from trainstack._files import read_small
 from trainstack.checkpointing import manifest
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
-from trainstack.checkpointing.lookup import of_run, rule_in
 from trainstack.checkpointing.remote.entries import (
     Entry,
     Listing,
@@ -26,30 +25,32 @@ from trainstack.checkpointing.remote.entries import (
     without_hash,
 )
 from trainstack.checkpointing.remote.store import ObjectStore, require_store
+from trainstack.checkpointing.verification import of_run, rule_in
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 _logger = logging.getLogger("trainstack")
 
 
 def local_copy_of(address: str, kind: Literal["runs", "fetched"] = "runs") -> Path:
-    """The default folder in the cache of the user for the run at `address`, or for what `fetch` downloads from it."""
+    """The default folder in the user's cache for the run at `address`, or for downloads of `fetch` from it."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     readable = re.sub(r"[^A-Za-z0-9]+", "-", address)[-60:].strip("-")
     return Path(root, "trainstack", kind, f"{readable}-{hashlib.sha256(address.encode()).hexdigest()[:16]}")
 
 
 def fetch(address: str, into: Path | None = None, prefix: str | None = None) -> Path:
-    """Download what `address` names, verified, and return the local path. What is there already is not read again.
+    """Download a checkpoint, export or file, verified, and return the local path. A complete local copy is not read
+    again.
 
     Args:
-        address: of a checkpoint, with or without the hash in its name, an export, a pointer (`last`, `best`) or
-            another file; of a run or a folder of checkpoints for the newest in it that is intact.
-        into: the folder for it; by default one in the cache of the user.
+        address: of a checkpoint, with or without the hash in its name, an export, a pointer (`last`, `best`) or another
+            file; of a run or a folder of checkpoints for its newest intact checkpoint.
+        into: the local folder; by default one in the user's cache.
         prefix: the `file_prefix` of checkpoints in a folder.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        CheckpointDamagedError: it is damaged; of a folder, all in it are.
+        CheckpointNotFoundError: nothing exists at the address.
+        CheckpointDamagedError: it is damaged; of a folder, all checkpoints in it are.
         CheckpointError: the store cannot be read.
     """
     require_store(address)
@@ -60,7 +61,9 @@ def fetch(address: str, into: Path | None = None, prefix: str | None = None) -> 
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{address} cannot be read: {error}. Mend the connection or the credentials.") from error
+        raise CheckpointError(
+            f"{address} cannot be read: {error}. Check the connection and the credentials."
+        ) from error
     if found is None:
         raise CheckpointNotFoundError(f"{address} does not exist. Name a checkpoint, an export or a run.")
     return found
@@ -79,7 +82,7 @@ def _fetch_folder(address: str, into: Path, prefix: str) -> Path | None:
             try:
                 return _fetch_entry(store, entries[info], into / info.path.name)
             except CheckpointDamagedError as error:
-                _logger.warning(f"passing over a damaged checkpoint: {error}")
+                _logger.warning(f"skipping a damaged checkpoint: {error}")
     if listing.entries or listing.broken:
         raise CheckpointDamagedError(f"{address} has no intact checkpoint with the file_prefix {prefix!r}.")
     return None
@@ -109,13 +112,13 @@ def _fetch_entry(store: ObjectStore, entry: Entry, target: Path) -> Path:
         try:
             download(store, entry, target)
         except OSError:
-            if not is_copied(entry, target):  # by another process that wanted the same
+            if not is_copied(entry, target):  # another process may have downloaded the same
                 raise
     return target
 
 
 def download_all(address: str, into: Path) -> None:
-    """Write all files below `address` into `into`, those of damaged checkpoints as well; nothing is verified."""
+    """Write all files below `address` into `into`, including those of damaged checkpoints, without verification."""
     require_store(address)
     store = ObjectStore(address)
     try:
@@ -124,11 +127,13 @@ def download_all(address: str, into: Path) -> None:
                 (into / key).parent.mkdir(parents=True, exist_ok=True)
                 store.download(key, into / key)
     except OSError as error:
-        raise CheckpointError(f"{address} cannot be read: {error}. Mend the connection or the credentials.") from error
+        raise CheckpointError(
+            f"{address} cannot be read: {error}. Check the connection and the credentials."
+        ) from error
 
 
 def outline(address: str, into: Path) -> None:
-    """Write what lies at `address` into `into`: manifests, signatures, and files of zeros of the right sizes."""
+    """Write the content of `address` into `into`: manifests, signatures, and files of zeros with the right sizes."""
     require_store(address)
     store = ObjectStore(address)
     for key, entry in _read(address).entries.items():
@@ -143,7 +148,7 @@ def outline(address: str, into: Path) -> None:
 
 
 def entries_at(address: str) -> list[str]:
-    """The addresses of all checkpoints and exports below `address`, and of what is damaged, oldest first."""
+    """The addresses of all checkpoints and exports below `address`, oldest first, and then of damaged ones."""
     require_store(address)
     listing = _read(address)
     found = sorted(listing.entries.values(), key=lambda entry: entry.info.sequence)
@@ -154,14 +159,16 @@ def _read(address: str) -> Listing:
     try:
         return list_entries(ObjectStore(address))
     except OSError as error:
-        raise CheckpointError(f"{address} cannot be read: {error}. Mend the connection or the credentials.") from error
+        raise CheckpointError(
+            f"{address} cannot be read: {error}. Check the connection and the credentials."
+        ) from error
 
 
 def upload_export(folder: Path, address: str, *, overwrite: bool) -> None:
     """Upload the local export `folder` as `address`, its manifest last.
 
     Raises:
-        CheckpointError: something is there that is not replaced, or the store refused.
+        CheckpointError: the address contains something that is not replaced, or the store refused.
     """
     require_store(address)
     store, data = ObjectStore(address), read_small(folder / manifest.FILE_NAME)
@@ -170,14 +177,14 @@ def upload_export(folder: Path, address: str, *, overwrite: bool) -> None:
         before, own = listing.entries.get(""), {path.name for path in folder.iterdir()}
         others = [*(listing.files.keys() - own), *(key for key in (*listing.entries, *listing.broken) if key)]
         if others:
-            raise CheckpointError(f"{address} holds other files ({others[0]}). Give the address of a new folder.")
+            raise CheckpointError(f"{address} has other files ({others[0]}). Use the address of a new folder.")
         if before is not None and before.content.files == manifest.parse(data, folder).files and before.is_whole:
             return
         if before is not None and before.content.kind == "checkpoint":
-            raise CheckpointError(f"{address} is a checkpoint, which an export does not replace. Give another address.")
+            raise CheckpointError(f"{address} is a checkpoint, which an export does not replace. Use another address.")
         if (before is not None or "" in listing.broken) and not overwrite:
             raise CheckpointError(
-                f"{address} is an export of another state, which is not replaced. Give another address, or write "
+                f"{address} is an export of another state, which is not replaced. Use another address, or write "
                 "overwrite=True."
             )
         if before is not None:
@@ -188,4 +195,4 @@ def upload_export(folder: Path, address: str, *, overwrite: bool) -> None:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{address} cannot be written: {error}. Nothing there is half an export.") from error
+        raise CheckpointError(f"{address} cannot be written: {error}. It has no partial export.") from error

@@ -1,4 +1,4 @@
-"""`RemoteLeases` keeps the leases of a run in an object store."""
+"""`RemoteLeases` stores the leases of a run in an object store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainstack.checkpointing.remote.store import ObjectStore
 from trainstack.errors import CheckpointError
 
 BEAT_S = 10.0
-"""The longest time between two heartbeats: each is a request that costs money."""
+"""The longest time between two heartbeats; longer than for a folder, because each is a request that costs money."""
 
 FOLDER = ".lease"
 _NAME = re.compile(rf"{re.escape(FOLDER)}/(\d{{9,18}})\.json")
@@ -48,14 +48,14 @@ class RemoteLeases(LeasePlace):
         if self.store.put_new(key, replace(record, token="another").render()):
             self.store.delete([key])
             raise CheckpointError(
-                f"{self}: this store ignores the condition of a request that is to create an object (If-None-Match), "
-                "so two processes could write the same run. Use a store that honours it: Amazon S3, Google Cloud "
+                f"{self}: this store ignores the condition of a request that creates an object (If-None-Match), "
+                "so two processes could write the same run. Use a store that supports it: Amazon S3, Google Cloud "
                 "Storage, or a recent MinIO."
             )
         return True
 
     def overwrite(self, record: LeaseRecord) -> bool:
-        # One that a successor has deleted comes back; its counter is below that of the successor.
+        # This may restore a lease that a successor has deleted, which has no effect: its counter is lower.
         self.store.put(_key(record.counter), record.render())
         return True
 

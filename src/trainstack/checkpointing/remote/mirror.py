@@ -1,4 +1,4 @@
-"""`Mirror` keeps the folder of a run in an object store: uploads in the background, and downloads to resume."""
+"""`Mirror` copies the folder of a run to an object store: uploads in the background, and downloads to resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from trainstack.checkpointing import filesystem, manifest, temp_dirs
 from trainstack.checkpointing.arguments import DefaultCheckpointerArguments
 from trainstack.checkpointing.directory import CheckpointInfo, read_entry
 from trainstack.checkpointing.lease import Lease
-from trainstack.checkpointing.lookup import of_run
 from trainstack.checkpointing.remote.entries import (
     Entry,
     Listing,
@@ -31,6 +30,7 @@ from trainstack.checkpointing.remote.entries import (
 )
 from trainstack.checkpointing.remote.leases import BEAT_S, RemoteLeases
 from trainstack.checkpointing.remote.store import ObjectStore
+from trainstack.checkpointing.verification import of_run
 from trainstack.errors import CheckpointDamagedError, CheckpointError, LeaseError
 
 Say = Callable[[int, str], None]
@@ -39,28 +39,29 @@ CHECKPOINTS = "checkpoints"
 _MARK = ".mirror.json"
 _PAUSES_S = (1.0, 60.0)
 PATIENCE_S = 600.0
-"""At the end of a run, an upload without any progress for so long is given up."""
+"""At the end of a run, an upload that makes no progress for this time is abandoned."""
 MOST_FAILURES = 6
-"""So many attempts at the end of a run fail, about half a minute, before it is given up."""
+"""At the end of a run, the upload is abandoned after this number of failed attempts, about half a minute."""
 _TELL_S = 10.0
 _FRESH_S = 5.0
-"""An export may be deleted at once, where it is equal to one that is there."""
+"""Exports younger than this are not uploaded yet: one that equals an existing export is deleted at once."""
 
 
 class Mirror:
-    """The copy of one run in a store. The main process has it; the lease at the address makes it the only one.
+    """The copy of one run in a store. Only the main process has it, and the lease at the address excludes other
+    processes.
 
-    Nothing is uploaded by a process that does not hold that lease.
+    A process without that lease uploads nothing.
 
     Args:
         address: of the run.
         folder: the local copy, in which the run works.
-        args: of the checkpointer: which checkpoints are kept, and what they are called.
+        args: of the checkpointer: the number and the names of checkpoints.
         last: the name of the file that is uploaded after all checkpoints.
         say: takes a level of the logging module and a line.
 
     Attributes:
-        problem: why the last upload failed; None if it did not.
+        problem: the reason why the last upload failed; None if it did not.
     """
 
     store: ObjectStore
@@ -84,12 +85,13 @@ class Mirror:
     # --- owning --------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float, is_interrupted: Callable[[], bool]) -> None:
-        """Own the address. If another machine has continued the run, the local copy is put aside or deleted.
+        """Acquire the address. If another machine has continued the run, the local copy is renamed or deleted.
 
         Raises:
             LeaseError: another process owns it.
-            CheckpointError: the store or the local folder cannot be used; or another process has written there since
-                this one owned it last.
+            CheckpointError: the store or the local folder cannot be used; or another process has written to it since
+                this one
+                owned it last.
         """
         if self._lease is not None:
             return
@@ -109,7 +111,7 @@ class Mirror:
         self._was_taken = True
 
     def release(self) -> None:
-        """Stop uploading, and give the address back. `finish` comes first where something is to be uploaded."""
+        """Stop uploading, and release the address. Call `finish` first to upload everything."""
         with self._change:
             self._is_ended = True
             self._change.notify_all()
@@ -119,11 +121,11 @@ class Mirror:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has taken the address over."""
+        """Whether another process has acquired the address."""
         return self._lease is not None and self._lease.is_lost
 
     def close(self) -> None:
-        """`finish` and `release`; what could not be uploaded is said."""
+        """Call `finish` and `release`, and log files that could not be uploaded."""
         try:
             problem = None if self.is_lost else self.finish()
             if problem is not None:
@@ -132,30 +134,30 @@ class Mirror:
             self.release()
 
     def describe(self, problem: str) -> str:
-        """The sentences about an upload that could not be finished."""
+        """The message about an upload that could not be finished."""
         return (
             f"not everything was uploaded to {self.store.address}: {problem} The local copy {self.folder} has it. "
             "Start again on this machine with resume='auto' to upload it."
         )
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from another thread, when another process has taken the address over."""
+        """Call `wake`, from another thread, when another process has acquired the address."""
         if self._lease is not None:
             self._lease.watch(wake)
 
     def check(self) -> None:
-        """Raise LeaseError if another process has taken the address over. A store that is away is no error."""
+        """Raise LeaseError if another process has acquired the address. An unreachable store does not raise."""
         if self._lease is not None and self.is_lost:
             self._lease.verify()
 
     def _mark(self, *more: str) -> None:
-        """Record which entries this copy knows, and `more`, which is written before it is committed."""
+        """Record the entries of this copy, and `more`, which is recorded before it is committed."""
         make_directories(self.folder)
         body = {"address": self.store.address, "entries": sorted({*self._known, *more})}
         atomic_write(self.folder / _MARK, json.dumps(body).encode(), durable=True)
 
     def _check_copy(self) -> None:
-        """Keep the local copy only if nobody else has written into the store since."""
+        """Keep the local copy only if no other process has written to the store since."""
         if not self.folder.is_dir():
             return
         mark = {}
@@ -188,9 +190,9 @@ class Mirror:
     # --- downloading ---------------------------------------------------------------------------------------
 
     def pull(self, resume: object) -> None:
-        """Bring what a start with this `resume` needs into the local copy: logs, the record, and one checkpoint.
+        """Download the files that a start with this `resume` needs: logs, the record, and one checkpoint.
 
-        A file that is there stays. A damaged checkpoint is passed over with a warning, and an older one is taken.
+        Existing files are not replaced. A damaged checkpoint is skipped with a warning, and an older one is used.
 
         Raises:
             CheckpointError: the store cannot be read; or all its checkpoints are damaged.
@@ -205,7 +207,7 @@ class Mirror:
             self._pull_checkpoint(listing, best=resume == "best")
         except OSError as error:
             raise CheckpointError(
-                f"the run at {self.store.address} cannot be read: {error}. Mend the connection or the credentials."
+                f"the run at {self.store.address} cannot be read: {error}. Check the connection and the credentials."
             ) from error
 
     def _pull_checkpoint(self, listing: Listing, *, best: bool) -> None:
@@ -214,13 +216,13 @@ class Mirror:
             self._pull_entry(entries[info])
         problems = [error for key, error in listing.broken.items() if key.startswith(f"{CHECKPOINTS}/")]
         for problem in problems:
-            self._say(logging.WARNING, f"passing over a damaged checkpoint: {problem}")
+            self._say(logging.WARNING, f"skipping a damaged checkpoint: {problem}")
         candidates = of_run(contents, self._args.file_prefix)
         for info in self._args.monitored.rank(candidates) if best else candidates:
             try:
                 self._pull_entry(entries[info])
             except CheckpointDamagedError as error:
-                self._say(logging.WARNING, f"passing over a damaged checkpoint: {error}")
+                self._say(logging.WARNING, f"skipping a damaged checkpoint: {error}")
                 problems.append(error)
             else:
                 return
@@ -241,7 +243,7 @@ class Mirror:
     # --- uploading -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Delete the run in the store, its record last; a kill in between leaves a run that can be cleared again."""
+        """Delete the run in the store, its record last, so that after a kill it can be deleted again."""
         listing = list_entries(self.store, self._known)
         for entry in listing.entries.values():
             delete_entry(self.store, entry)
@@ -251,7 +253,7 @@ class Mirror:
         self._mark()
 
     def start(self) -> None:
-        """Upload from now on in the background, whenever `wake` is called."""
+        """Start uploading in the background, each time `wake` is called."""
         if self._thread is None and self._lease is not None:
             self._is_ended = self._has_given_up = self._is_finishing = False
             self._thread = threading.Thread(target=self._work, name="trainstack: upload", daemon=True)
@@ -259,16 +261,16 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Something was written that is to be uploaded. Any thread may call it."""
+        """Request an upload after something was written. Any thread may call it."""
         with self._change:
             self._wanted += 1
             self._change.notify_all()
 
     def finish(self, within_s: float | None = None) -> str | None:
-        """Wait until all is uploaded that is there now; returns None, or why it is not.
+        """Wait until all current files are uploaded. Returns None, or the reason why they are not.
 
         Args:
-            within_s: the longest wait; None to wait as long as bytes are moved and few attempts fail.
+            within_s: the longest wait; None to wait as long as bytes are sent and few attempts fail.
         """
         if self._thread is None or self._has_given_up:
             return None
@@ -325,10 +327,11 @@ class Mirror:
                 self._change.notify_all()
 
     def _upload(self) -> None:
-        """Logs first, which a checkpoint must not be newer than; then checkpoints, and the record of the run last."""
+        """Upload logs first, because a checkpoint must not be newer than them; then checkpoints, and the record
+        last."""
         self._check_owner()
         if not self._is_tidy:
-            self.store.delete(list_entries(self.store, self._known).unfinished)  # of a process that was killed
+            self.store.delete(list_entries(self.store, self._known).unfinished)  # left by a process that was killed
             self._is_tidy = True
         files, record = self._plain_files(), self.folder / self._last
         for path in files:
@@ -343,14 +346,14 @@ class Mirror:
             self._upload_file(record)
 
     def _check_owner(self, *, renew: bool = False) -> None:
-        """Raise if this process may not write any more. To `renew` the lease first is for commits."""
+        """Raise if this process may no longer write. `renew` renews the lease first, for commits."""
         lease = self._lease
         if lease is None or self._is_ended:
-            raise LeaseError(f"{self.store.address} is not owned any more.")
+            raise LeaseError(f"{self.store.address} is no longer owned.")
         lease.verify() if renew else lease.check()
 
     def _walk(self) -> Iterator[tuple[Path, bool]]:
-        """All files, and the folders of checkpoints; hidden ones are temporary."""
+        """All files, and the folders of checkpoints. Hidden ones are temporary and omitted."""
         for place, folders, files in os.walk(self.folder):
             for name in list(folders):
                 path = Path(place, name)
@@ -384,25 +387,25 @@ class Mirror:
                 key = path.relative_to(self.folder).as_posix()
                 if status.st_size > MAX_SMALL_BYTES:
                     self.store.upload(path, key)
-                else:  # a file that grows meanwhile has the bytes of one moment
+                else:  # a file that grows during the upload is read once, so its bytes are consistent
                     self.store.put(key, path.read_bytes())
                 self._uploaded[path] = mark
         except FileNotFoundError:
             return
 
     def _upload_entry(self, key: str, info: CheckpointInfo, data: bytes) -> None:
-        """Upload a checkpoint from links to its files: retention may delete it meanwhile."""
+        """Upload a checkpoint from links to its files, because retention may delete it during the upload."""
         pinned = temp_dirs.claim_temp_dir(info.path.parent, temp_dirs.TEMPORARY, info.path.name)
         source = pinned
         try:
             filesystem.make_directory(pinned)
             try:
                 for path in info.path.iterdir():
-                    if path.name != manifest.FILE_NAME:  # whose times say whether it was verified
+                    if path.name != manifest.FILE_NAME:  # a link would change its times, the key of `_verified`
                         os.link(path, pinned / path.name)
             except FileNotFoundError:
                 return  # deleted
-            except OSError:  # no links here
+            except OSError:  # the file system has no links
                 source = info.path
             content = manifest.parse(data, info.path)
             self._mark(key)
@@ -418,7 +421,7 @@ class Mirror:
             temp_dirs.release_temp_dir(pinned)
 
     def _delete_old(self) -> None:
-        """Delete what another entry of the same name has replaced, and checkpoints that need not be kept."""
+        """Delete entries that another entry of the same name has replaced, and checkpoints that need not be kept."""
         newest: dict[object, Entry] = {}
         for entry in sorted(self._known.values(), key=lambda one: (one.info.sequence, one.info.created)):
             newest[entry.place] = entry

@@ -1,4 +1,4 @@
-"""`ObjectStore` reads and writes the objects below one address, such as `s3://bucket/run`, by fsspec."""
+"""`ObjectStore` reads and writes the objects below one address, such as `s3://bucket/run`, with fsspec."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainstack._files import REMOTE_SCHEMES, make_directories
 from trainstack.errors import MissingExtraError, TrainstackError
 
 _creating = threading.Lock()
-"""`memory://` looks for an object before it creates one; the others create one or fail."""
+"""Needed for `memory://`, which looks for an object and then creates it; other stores do both at once."""
 
 
 def require_store(address: str) -> None:
-    """Raise `MissingExtraError` where a package is not installed that this address needs. Imports none."""
+    """Raise `MissingExtraError` if a package for this address is not installed. Imports none."""
     scheme = address.partition("://")[0]
     needed, extra = REMOTE_SCHEMES[scheme]
     for package in ("fsspec", needed):
@@ -48,7 +48,7 @@ class ObjectStore:
     def _files(self) -> Any:
         import fsspec
 
-        # Another process writes as well, so no listing may be kept.
+        # Other processes write too, so listings must not be cached.
         return fsspec.filesystem(self.address.partition("://")[0], use_listings_cache=False, skip_instance_cache=True)
 
     def _path(self, key: str) -> str:
@@ -62,12 +62,12 @@ class ObjectStore:
         return {path[len(root) :]: int(info["size"]) for path, info in found.items() if path.startswith(root)}
 
     def read(self, key: str) -> bytes:
-        """The content of an object. Raises FileNotFoundError if there is none."""
+        """The content of an object. Raises FileNotFoundError if it does not exist."""
         with self._errors("read"):
             return bytes(self._files.cat_file(self._path(key)))
 
     def read_many(self, keys: Iterable[str]) -> dict[str, bytes]:
-        """The contents of several objects, which are read at the same time; those that are gone are left out."""
+        """The contents of several objects, read concurrently. Missing objects are omitted."""
         paths = {self._path(key): key for key in keys}
         found: dict[str, bytes] = {}
         with self._errors("read"):
@@ -80,14 +80,14 @@ class ObjectStore:
         return found
 
     def download(self, key: str, path: Path) -> None:
-        """Write an object into the file `path`, durably."""
+        """Write an object to the file `path`, durably."""
         with self._errors("read"):
             self._files.get_file(self._path(key), os.fspath(path))
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
 
     def replace_file(self, key: str, path: Path) -> None:
-        """`download` in place of the file `path`, if there is one; a reader sees all of it or nothing."""
+        """Download an object as the file `path`, replacing it atomically."""
         make_directories(path.parent)
         aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
@@ -97,13 +97,13 @@ class ObjectStore:
             aside.unlink(missing_ok=True)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object, in place of one that is there."""
+        """Write an object, replacing an existing one."""
         with self._errors("written"):
             self._files.pipe_file(self._path(key), data)
         self._moved(len(data))
 
     def upload(self, path: Path, key: str) -> None:
-        """Write the file `path` as an object, in place of one that is there."""
+        """Write the file `path` as an object, replacing an existing one."""
         from fsspec.callbacks import Callback
 
         moved = self._moved
@@ -116,9 +116,9 @@ class ObjectStore:
             self._files.put_file(os.fspath(path), self._path(key), callback=Counter())
 
     def put_new(self, key: str, data: bytes) -> bool:
-        """Create an object by one conditional request; False if there is one of other content.
+        """Create an object by one conditional request. False if it exists with other content.
 
-        One of equal content counts as created: a request whose answer was lost is repeated.
+        Equal content counts as created, because a request is repeated if its answer was lost.
         """
         with self._errors("written"), _creating:
             try:
@@ -131,7 +131,7 @@ class ObjectStore:
         return True
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects one after the other; those that are gone do not count."""
+        """Delete objects one after the other. Missing objects are ignored."""
         for key in keys:
             with self._errors("deleted"), suppress(FileNotFoundError):
                 self._files.rm_file(self._path(key))
@@ -146,6 +146,6 @@ class ObjectStore:
             if done == "read":
                 raise
             raise OSError(f"{self.address} cannot be {done}: {error}") from error
-        except Exception as error:  # of the packages below fsspec, which have other classes
+        except Exception as error:  # the packages below fsspec raise other classes
             words = f"{error}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise OSError(f"{self.address} cannot be {done}: {words}") from error

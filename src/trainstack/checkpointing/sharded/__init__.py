@@ -1,1 +1,1 @@
-"""Checkpoints of which each process writes its own rows: cuts, parts, the commit, and reading by rows."""
+"""Checkpoints in which each process writes its rows: chunk boundaries, parts, the commit, and reading by rows."""

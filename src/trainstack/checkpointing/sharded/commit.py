@@ -1,4 +1,4 @@
-"""`ShardedDirectory`, the temporary directory that all ranks write into and the main process makes a checkpoint."""
+"""`ShardedDirectory`, a temporary directory to which all ranks write and that the main process commits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """How the ranks of a run talk; the trainer has one. The methods `put` and `get_if_all` serve any thread.
+    """The communication between the ranks of a run. The trainer implements it. Any thread may call `put` and
+    `get_if_all`.
 
     Attributes:
-        rank, size: of this process.
-        longest_s: how long the others may take for their files.
+        rank, size: the rank of this process and the number of ranks.
+        longest_s: the longest time for the files of the other ranks.
     """
 
     rank: int
@@ -42,38 +43,38 @@ class Ranks(Protocol):
     longest_s: float
 
     def on_main(self, function: Callable[[], Result], what: str) -> Result:
-        """What `function` returns on rank 0, on all ranks; a failure there is raised on all."""
+        """The result of `function` on rank 0, on all ranks. A failure there is raised on all."""
 
     def raise_if_any(self, error: BaseException | None, what: str) -> None:
         """Raise on all ranks if one of them has failed."""
 
     def put(self, name: str, text: str) -> None:
-        """Leave `text` for the others."""
+        """Store `text` for the other ranks."""
 
     def get_if_all(self, names: Sequence[str]) -> list[str] | None:
-        """The texts under `names` once all are there."""
+        """The texts under `names` if all of them exist, otherwise None."""
 
     def is_broken(self) -> bool:
-        """Whether a rank has failed, so that what it has not written may never come."""
+        """Whether a rank has failed, so that its files may never be written."""
 
 
 _PAUSE_S = (0.002, 0.25)
-"""The first and the longest pause between two looks at the store."""
+"""The first and the longest pause between two reads of the store."""
 
 _SILENCE_S = 15.0
-"""A rank that writes tells the main process every second that it is alive. After so long a silence it has ended."""
+"""A rank that writes sends a heartbeat every second. After this time without one, it has ended."""
 
 _GRACE_S = 10.0
-"""How long the files of a rank may still take after a rank has failed: those that live finish what they write."""
+"""The time for the remaining files after a rank has failed: the other ranks finish their files."""
 
 
 class ShardedDirectory:
-    """Made on the main process. Until `commit` returns, nothing in the directory is ever taken for a checkpoint.
+    """Made on the main process. Until `commit` returns, the directory never counts as a checkpoint.
 
     Args:
         directory: of the checkpoints.
         name: of this one.
-        needed: bytes that all ranks write, about.
+        needed: the approximate number of bytes that all ranks write.
 
     Attributes:
         path: the temporary directory, which exists.
@@ -95,7 +96,7 @@ class ShardedDirectory:
                 raise
 
     def discard(self) -> None:
-        """Delete it, and let it be cleared by others if that fails."""
+        """Delete the directory. If that fails, later runs may delete it."""
         with suppress(OSError):
             filesystem.remove_tree(self.path)
         temp_dirs.release_temp_dir(self.path)
@@ -103,17 +104,17 @@ class ShardedDirectory:
     def commit(
         self, payload: Payload, reports: Sequence[PartReport], layout: Layout, sequence: int, lease: Lease | None
     ) -> Path:
-        """Write index and manifest, the manifest last, and give the directory its name; returns its path.
+        """Write index and manifest, the manifest last, and rename the directory to its name. Returns its path.
 
         Args:
-            payload: of the main process; its tensors are written already.
+            payload: of the main process; its tensors are already written.
             reports: of all ranks.
             layout: all tensors.
             sequence: of the checkpoint.
             lease: the right to write here.
 
         Raises:
-            CheckpointError: a rank has failed, the parts do not fit together, or the file system refused.
+            CheckpointError: a rank has failed, the parts do not form whole tensors, or the file system refused.
         """
         failed = [f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure]
         if failed:
@@ -137,7 +138,7 @@ class ShardedDirectory:
 
 
 def together(ranks: Ranks, function: Callable[[], Result]) -> Result:
-    """What `function` returns on this rank, unless it fails on one: then all ranks raise."""
+    """The result of `function` on this rank. If it fails on one rank, all ranks raise."""
     failure: Exception | None = None
     try:
         made = function()
@@ -148,7 +149,7 @@ def together(ranks: Ranks, function: Callable[[], Result]) -> Result:
 
 
 def wait_for_parts(ranks: Ranks, temporary: Path, abandoned: threading.Event) -> list[PartReport]:
-    """Wait in the store until every rank has written its part; no collective, so a thread may wait.
+    """Wait in the store until every rank has written its part. It uses no collective, so any thread may wait.
 
     Raises:
         CheckpointError: a rank did not report in time, or has failed; or `abandoned` was set.
@@ -177,7 +178,7 @@ def wait_for_parts(ranks: Ranks, temporary: Path, abandoned: threading.Event) ->
 
 
 class _Pulse:
-    """Looks now and then whether the ranks that have not reported yet are alive."""
+    """Checks at intervals whether the ranks that have not reported yet are alive."""
 
     def __init__(self, ranks: Ranks, names: list[str]) -> None:
         self._ranks, self._names = ranks, names
@@ -189,7 +190,7 @@ class _Pulse:
         return [rank for rank, name in enumerate(self._names) if self._ranks.get_if_all([name]) is None]
 
     def has_stopped(self, now: float) -> bool:
-        """Whether one of them was silent for too long."""
+        """Whether one of them has sent no heartbeat for too long."""
         if now - self._looked < _SILENCE_S / 4:
             return False
         self._looked = now
@@ -204,7 +205,7 @@ class _Pulse:
 
 @contextmanager
 def _beating(ranks: Ranks, name: str) -> Iterator[None]:
-    """A block in which this rank tells the main process every second that it is alive."""
+    """A block in which this rank sends the main process a heartbeat every second."""
     done = threading.Event()
 
     def beat() -> None:
@@ -229,13 +230,13 @@ def _key(temporary: Path, rank: int) -> str:
 def report_part(
     ranks: Ranks, temporary: Path, parts: Mapping[str, TensorPart], abandoned: threading.Event
 ) -> Exception | None:
-    """Write the part of this rank, and tell the main process what came of it; the failure, if there is one."""
+    """Write the part of this rank, and report the result to the main process. Returns the failure, or None."""
     failure: Exception | None = None
     try:
         if not temporary.is_dir():
             raise CheckpointError(
                 f"rank {ranks.rank} does not see {temporary}, which the main process has made. A sharded checkpoint "
-                "needs one file system that all ranks share: give one as save_dir, or write sharded=False."
+                "needs one file system that all ranks share: use one as save_dir, or write sharded=False."
             )
         with _beating(ranks, _key(temporary, ranks.rank)):
             report = write_part(temporary, parts, ranks.rank, abandoned)

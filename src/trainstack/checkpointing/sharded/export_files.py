@@ -1,4 +1,4 @@
-"""Division of an export into several files, as `from_pretrained` of other libraries reads them."""
+"""Division of an export into several files, in the form that `from_pretrained` of other libraries reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def bytes_of_size(name: str, value: int | str | None) -> int | None:
     """A size in bytes, such as 5000000000, "5GB" (10 ** 9 bytes each) or "500MiB" (2 ** 20 bytes each).
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: `value` is not a size.
     """
     if value is None:
         return None
@@ -28,16 +28,17 @@ def bytes_of_size(name: str, value: int | str | None) -> int | None:
         base, power = (1024 if found[3] else 1000), " KMGT".index(found[2].upper() or " ")
         value = int(float(found[1]) * base**power)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r}: it is no size. Write a number of bytes, '5GB' or '500MiB'.")
+        raise ConfigurationError(f"{name}={value!r}: it is not a size. Write a number of bytes, '5GB' or '500MiB'.")
     return value
 
 
 def divide(
     tensors: Mapping[str, torch.Tensor], limit: int | None
 ) -> tuple[dict[str, TensorPart], dict[str, bytes]] | None:
-    """The tensors of each file, in their order, with at most `limit` bytes in each, and the JSON that names the files.
+    """The tensors of each file, in their order, with at most `limit` bytes in each, and the JSON with the names of the
+    files.
 
-    A tensor that is larger has a file for itself. None if one file is enough.
+    A larger tensor has a separate file. None if one file is enough.
     """
     if limit is None or sum(tensor.nbytes for tensor in tensors.values()) <= limit:
         return None

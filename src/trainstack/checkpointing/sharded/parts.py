@@ -1,7 +1,7 @@
-"""The files that one rank writes, and how the main process joins what all ranks have written.
+"""The files that one rank writes, and the function of the main process that joins the files of all ranks.
 
-A rank writes a small file `part-00000.json` next to its tensors: the index of its files, and its shares of the chunks
-that it has a part of. The main process reads these, writes one index, and deletes them.
+A rank writes a small file `part-00000.json` next to its tensors: the index of its files, and its shares of divided
+chunks. The main process reads these, writes one index, and deletes them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ Layout = dict[str, tuple[torch.dtype, list[int]]]
 
 
 def pack_rows(checkpoint: Checkpoint, rank: int, size: int) -> tuple[Payload, Layout]:
-    """Return the part of `checkpoint` that this rank writes, and the layout of all tensors; all ranks call it.
+    """Return the part of `checkpoint` that this rank writes, and the layout of all tensors. All ranks call it.
 
-    Rank 0 writes the states of the ranks. Sharded tensors are those of which `divides_rows` is True.
+    Rank 0 writes the states of the ranks. `divides_rows` has to be True for each sharded tensor.
 
     Raises:
-        UnsupportedStateError: a state holds a value that the format does not.
+        UnsupportedStateError: a state contains a value that the format cannot store.
     """
     tensors, texts = encode(checkpoint, sharded=True)
-    balanced = checkpoint.rank_states is None  # else a plain tensor may differ between ranks, and rank 0's is taken
+    # if ranks have different states, plain tensors may differ too, and rank 0 has to write all of them
+    balanced = checkpoint.rank_states is None
     layout: Layout = {}
     parts: dict[str, TensorPart] = {}
     for file, found in tensors.items():
@@ -71,28 +72,28 @@ class PartReport:
     failure: str = ""
 
     def to_text(self) -> str:
-        """As JSON."""
+        """The report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> PartReport:
-        """The report that `to_text` was called of; raises ValueError."""
+        """The report from a result of `to_text`. Raises ValueError."""
         return build(cls, json.loads(text))
 
 
 def part_file(rank: int) -> str:
-    """The name of the file that lists the files of a rank."""
+    """The name of the listing of a rank."""
     return f"part-{rank:05d}.json"
 
 
 def write_part(
     temporary: Path, parts: Mapping[str, TensorPart], rank: int, abandoned: threading.Event | None = None
 ) -> PartReport:
-    """Write the files of this rank into the directory, force them to the disk, and list them.
+    """Write the files of this rank to the directory, flush them to the disk, and list them.
 
     Raises:
         OSError: the file system refused.
-        CheckpointError: `abandoned` was set on the way.
+        CheckpointError: `abandoned` was set.
     """
     files: dict[str, Any] = {}
     shares: dict[str, list[Any]] = {}
@@ -114,15 +115,15 @@ def write_part(
 def join_parts(
     temporary: Path, reports: Sequence[PartReport], layout: Layout
 ) -> tuple[dict[str, FileIndex], dict[str, FileRecord], Joined]:
-    """Read the list of each rank; returns the index, the records for the manifest, and the joined chunks.
+    """Read the listing of each rank. Returns the index, the records for the manifest, and the joined chunks.
 
     Args:
-        temporary: the directory that all ranks have written into.
+        temporary: the directory to which all ranks have written.
         reports: of the ranks, by rank.
-        layout: all tensors, as the main process knows them.
+        layout: all tensors on the main process.
 
     Raises:
-        CheckpointError: the rows of all ranks are not those of all tensors, each once; or a list cannot be read.
+        CheckpointError: the ranks do not have each row of each tensor once; or a listing cannot be read.
     """
     files: dict[str, FileIndex] = {}
     records: dict[str, FileRecord] = {}
@@ -136,8 +137,8 @@ def join_parts(
                 shares.setdefault(name, []).extend(map(ChunkShare.from_json, items))
         except (CheckpointDamagedError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"the main process cannot read what rank {rank} has written: {error} All ranks have to save into one "
-                "shared file system. Give one as save_dir, or write sharded=False."
+                f"the main process cannot read the files of rank {rank}: {error} All ranks have to save to one "
+                "shared file system. Use one as save_dir, or write sharded=False."
             ) from error
         files |= found
         records |= {

@@ -1,9 +1,9 @@
-"""`RowGrid` cuts the bytes of a tensor into leaves and chunks, at places that depend on its shape and dtype alone.
+"""`RowGrid` divides the bytes of a tensor into leaves and chunks. The boundaries depend only on its shape and dtype.
 
-Processes hold runs of rows. A run may begin and end anywhere, so it may hold a part of a chunk. The hash of a chunk is
-the hash of the hashes of its leaves, and leaves are short: the processes that share a chunk exchange the hashes of
-whole leaves and the bytes of the few leaves that they share. So the hash of each chunk, and with it the root over all
-chunks, is the same for any division of the rows.
+Processes hold consecutive rows, which may begin and end anywhere, so a process may hold a part of a chunk. The hash of
+a chunk is the hash of the hashes of its leaves, and leaves are short: the processes that share a chunk exchange the
+hashes of whole leaves and the bytes of the few divided leaves. So the hash of each chunk, and with it the root over all
+chunks, is the same for any division of the rows. This is a hash tree (Merkle, 1987) with three levels.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import xxhash
 from trainstack.checkpointing.checksums import CHUNK_BYTES
 
 LEAF_BYTES = 4096
-"""A leaf has as many whole rows as fit into so many bytes. A row that is longer is a leaf."""
+"""A leaf has as many whole rows as fit into this number of bytes. A longer row is one leaf."""
 
 WIDE_BYTES = 1 << 16
-"""A row that is longer than this is cut into leaves of this length. Both numbers are a fixed part of the format."""
+"""A longer row is divided into leaves of this length. Both numbers are constants of the format."""
 
 _hash = xxhash.xxh3_128_digest
 Span = tuple[int, int]
@@ -32,11 +32,11 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RowGrid:
-    """The cuts of one tensor.
+    """The chunk and leaf boundaries of one tensor.
 
     Attributes:
         size: of the whole tensor in bytes.
-        period: bytes after which the cuts repeat: those of a row, or of the rows of one leaf.
+        period: bytes after which the boundaries repeat: the size of a row, or of the rows of one leaf.
     """
 
     size: int
@@ -44,7 +44,7 @@ class RowGrid:
 
     @classmethod
     def of(cls, shape: Sequence[int], item_size: int) -> RowGrid:
-        """The grid of a tensor of this shape; one without dimensions has a single row."""
+        """The grid of a tensor of this shape. A tensor without dimensions has one row."""
         row = max(1, math.prod(shape[1:]) * item_size)
         return cls(math.prod(shape) * item_size, row if row >= LEAF_BYTES else LEAF_BYTES // row * row)
 
@@ -54,7 +54,7 @@ class RowGrid:
         return _cut(start, end, *((whole, whole) if whole else (self.period, CHUNK_BYTES)))
 
     def chunk_at(self, position: int) -> Span:
-        """The whole chunk that has this byte."""
+        """The whole chunk that contains this byte."""
         whole = CHUNK_BYTES // self.period * self.period
         return _around(position, self.size, *((whole, whole) if whole else (self.period, CHUNK_BYTES)))
 
@@ -64,7 +64,7 @@ class RowGrid:
         return _hash(b"".join([_hash(data[first - start : end - start]) for first, end in leaves])).hex()
 
     def share(self, data: bytes | memoryview, start: int) -> ChunkShare:
-        """The values of a part of a chunk from which others compute the hash of the whole chunk."""
+        """The values from which other processes compute the hash of a whole chunk, for a part of it."""
         head, hashes, tail = bytearray(), bytearray(), b""
         for first, end in self._leaves(start, start + len(data)):
             piece = data[first - start : end - start]
@@ -77,15 +77,15 @@ class RowGrid:
         return ChunkShare(start, len(data), bytes(head), bytes(hashes), tail)
 
     def join(self, chunk: Span, shares: Iterable[ChunkShare]) -> str:
-        """The hash of a chunk of which several processes hold a part each.
+        """The hash of a chunk that is divided over several processes.
 
         Raises:
-            ValueError: the shares are not those of this chunk.
+            ValueError: the shares do not form this chunk.
         """
         position, open_leaf, hashes = chunk[0], bytearray(), bytearray()
         for share in sorted(shares, key=lambda one: one.start):
             if share.start != position:
-                raise ValueError(f"nobody has the bytes {position} to {share.start}, or two have them")
+                raise ValueError(f"no process has the bytes {position} to {share.start}, or two have them")
             open_leaf += share.head
             after_head = position + len(share.head)
             if share.head and self._leaf_at(position)[1] == after_head:
@@ -95,7 +95,7 @@ class RowGrid:
             open_leaf += share.tail
             position += share.size
         if position != chunk[1] or open_leaf:
-            raise ValueError(f"the shares end at byte {position}, and the chunk at {chunk[1]}")
+            raise ValueError(f"the shares end at byte {position}, but the chunk at {chunk[1]}")
         return _hash(bytes(hashes)).hex()
 
     def _leaves(self, start: int, end: int) -> Iterator[Span]:
@@ -124,27 +124,27 @@ class ChunkShare:
     tail: bytes
 
     def to_json(self) -> list[Any]:
-        """A list that JSON holds."""
+        """The share as a list for JSON."""
         return [self.start, self.size, *(base64.b64encode(one).decode() for one in (self.head, self.hashes, self.tail))]
 
     @classmethod
     def from_json(cls, body: Any) -> ChunkShare:
-        """The share that `to_json` was called of.
+        """The share from a result of `to_json`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `body` is not a share.
         """
         kinds = [type(one) for one in body] if type(body) is list else []
         if kinds != [int, int, str, str, str]:
-            raise ValueError("the share of a chunk is no share")
+            raise ValueError("the share of a chunk is not a share")
         try:
             return cls(body[0], body[1], *(base64.b64decode(one, validate=True) for one in body[2:]))
         except binascii.Error as error:
-            raise ValueError(f"the share of a chunk is no share: {error}") from error
+            raise ValueError(f"the share of a chunk is not a share: {error}") from error
 
 
 def _cut(start: int, end: int, period: int, step: int) -> Iterator[Span]:
-    """`start` to `end`, cut at each multiple of `period`, and at each multiple of `step` after one of those."""
+    """`start` to `end`, divided at each multiple of `period`, and at multiples of `step` from there."""
     while start < end:
         base = start - start % period
         stop = min(base + min((start - base) // step * step + step, period), end)

@@ -1,4 +1,4 @@
-"""Which rows of which tensors each rank writes."""
+"""The division of tensors over the ranks that write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from trainstack._tensor_classes import is_sharded
 
 SMALL_BYTES = 1 << 20
-"""Rank 0 writes all tensors up to this size that every rank has."""
+"""Rank 0 writes all tensors up to this size that every rank has: more files would cost more than they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Rows:
     """The rows of a tensor that this rank writes.
 
     Attributes:
-        values: of the rows, shape `(rows, ...)`; a tensor without dimensions is its own only row.
+        values: of the rows, shape `(rows, ...)`; a tensor without dimensions counts as one row.
         whole: the shape of the whole tensor.
-        first: the first of the rows.
+        first: the index of the first row.
     """
 
     values: torch.Tensor
@@ -31,9 +31,9 @@ class Rows:
 
 
 def divides_rows(tensor: Any) -> bool:
-    """Whether a sharded tensor is divided along its first dimension alone, into plain tensors, or has copies only.
+    """Whether a sharded tensor is only sharded along its first dimension, into plain tensors, or only replicated.
 
-    Then each rank writes its rows. Other tensors have to be whole before they are written.
+    Then each rank writes its rows. Other tensors have to be gathered before they are written.
     """
     from torch.distributed.tensor import Replicate, Shard
 
@@ -43,17 +43,17 @@ def divides_rows(tensor: Any) -> bool:
 
 
 def own_rows(tensor: Any) -> Rows:
-    """The rows of a sharded tensor that this rank writes: of ranks with the same rows, each writes its share of them.
+    """The rows of a sharded tensor that this rank writes. Ranks with the same rows write one part of them each.
 
     Args:
-        tensor: a `DTensor` of which `divides_rows` is True.
+        tensor: a `DTensor` for which `divides_rows` is True.
     """
     from torch.distributed.tensor import Shard
 
     mesh, whole, local = tensor.device_mesh, list(tensor.shape), tensor.detach().to_local()
     first, copies, copy = 0, 1, 0
     for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):  # as torch.chunk divides: the first ranks have the most rows
+        if isinstance(placement, Shard):  # torch.chunk's rule: ceil(rows / ranks) rows for the first ranks
             first = min(whole[0], mesh.get_local_rank(dimension) * -(-whole[0] // mesh.size(dimension)))
         else:
             copies, copy = copies * mesh.size(dimension), copy * mesh.size(dimension) + mesh.get_local_rank(dimension)
@@ -64,9 +64,10 @@ def own_rows(tensor: Any) -> Rows:
 
 
 def owners(tensors: Mapping[str, torch.Tensor], size: int) -> dict[str, int]:
-    """The rank that writes each of the tensors that every rank has: small ones rank 0, others the one with the least.
+    """The rank that writes each tensor that every rank has: rank 0 for small ones, otherwise the rank with the fewest
+    bytes.
 
-    All ranks get the same answer, since it depends on names and sizes alone.
+    All ranks get the same result, because it depends only on names and sizes.
     """
     loads, chosen = [0] * size, dict[str, int]()
     plain = {name: one.nbytes for name, one in tensors.items() if not is_sharded(one)}
@@ -83,10 +84,10 @@ def rows_of_rank(
     """The rows that this rank writes, and dtype and shape of all tensors by name.
 
     Args:
-        tensors: by name, plain and sharded ones.
-        rank: this one.
-        size: how many ranks there are.
-        balanced: let large plain tensors be written by all ranks in turn. Else rank 0 writes them, as it has to where
+        tensors: plain and sharded tensors, by name.
+        rank: of this process.
+        size: the number of ranks.
+        balanced: whether all ranks write large plain tensors in turn. If not, rank 0 writes them, which is necessary if
             they may differ between ranks.
     """
     chosen, found = owners(tensors, size) if balanced else {}, dict[str, Rows]()

@@ -1,4 +1,4 @@
-"""`StoredTensors` reads single tensors of a checkpoint, or some of their rows, and verifies what it reads."""
+"""`StoredTensors` reads single tensors of a checkpoint, or some of their rows, and verifies them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainstack.errors import CheckpointMismatchError
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run of rows of a tensor in a file; `start` is the first byte there, once the header was read."""
+    """Consecutive rows of a tensor in a file; `start` is their first byte after the header of the file."""
 
     file: str
     entry: TensorEntry
@@ -33,19 +33,20 @@ class _Run:
 
 
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors in the files of a checkpoint or export, by their names there; nothing is read before it is asked for.
+    """The tensors in the files of a checkpoint or export, by their names there. A tensor is read at each access.
 
-    Each returned tensor has separate memory on the CPU. A tensor of a dtype that safetensors lacks, such
-    as complex128, is a row of bytes here. Several threads may read at the same time.
+    Each returned tensor has separate memory on the CPU. A tensor of a dtype that safetensors lacks, such as complex128,
+    is
+    a 1-dim uint8 tensor here. Several threads may read at the same time.
 
     Args:
         root: the directory.
         content: its manifest.
         hashes: the index.
-        files: which of the tensor files; by default all.
+        files: a selection of the tensor files; by default all.
 
     Raises:
-        CheckpointDamagedError: by all methods that read, naming the file and the part that is not as it was written.
+        CheckpointDamagedError: by all methods that read; the message names the file and the damaged part.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self._read(name, 0, math.prod(shape) * self.dtype(name).itemsize).reshape(shape)
 
     def shape(self, name: str) -> list[int]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         entry = self._runs[name][0].entry
         return entry.shape if entry.whole is None else entry.whole
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of the tensor."""
+        """The dtype of the tensor."""
         return BY_NATIVE_NAME[self._runs[name][0].entry.dtype]
 
     def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """The rows `begin` to `end`, without the latter, along the first dimension; shape `(end - begin, ...)`.
+        """The rows `begin` to `end`, without `end`, along the first dimension; shape `(end - begin, ...)`.
 
-        It reads the chunks that have these rows, and compares these alone with their hashes.
+        It reads only the chunks with these rows, and compares them with their hashes.
 
         Raises:
             ValueError: the tensor has no such rows.
@@ -100,15 +101,16 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return {name: torch.zeros((), dtype=self.dtype(name)).expand(self.shape(name)) for name in self}
 
     def read_all(self) -> dict[str, torch.Tensor]:
-        """All of them, in memory."""
+        """All tensors, in memory."""
         check_memory(self._root, sum(run.entry.size for runs in self._runs.values() for run in runs))
         return dict(self)
 
     def deferred(self, *, verified: bool = False) -> dict[str, torch.Tensor]:
-        """All of them; those of more than `DEFERRED_BYTES` bytes are a `DeferredTensor`.
+        """All tensors; those of more than `DEFERRED_BYTES` bytes are a `DeferredTensor`.
 
-            All bytes are compared with their hashes now, unless they were `verified` already. Later reads are
-        compared again. The files must not move as long as the tensors are used.
+        All bytes are compared with their hashes now, unless they are already `verified`. Later reads are compared
+        again. The
+        files must not be moved as long as the tensors are used.
         """
         if not verified:
             self._compare_all()
@@ -137,7 +139,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return made.view(self.dtype(name))
 
     def _read_run(self, name: str, run: _Run, target: memoryview, begin: int, end: int) -> None:
-        """Fill the part of `target`, which begins at the byte `begin` of the tensor, that is in this run."""
+        """Copy the bytes from this run to `target`, which begins at the byte `begin` of the tensor."""
         wanted, borders = list[Chunk](), list[tuple[Chunk, int]]()
         first = run.entry.start
         for chunk in FileIndex("", {name: run.entry}).chunks(first):
@@ -147,7 +149,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             place = replace(chunk, start=self._data_start(run.file) + run.start + chunk.start - first)
             if begin <= chunk.start and last <= end:
                 wanted.append(replace(place, target=target[chunk.start - begin : last - begin]))
-            else:  # all of it is compared, and a part is taken
+            else:  # the hash needs the whole chunk, of which a part is used
                 whole = memoryview(bytearray(chunk.size))
                 wanted.append(replace(place, target=whole))
                 borders.append((wanted[-1], chunk.start))
@@ -159,7 +161,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             target[low - begin : high - begin] = chunk.target[low - start : high - start]
 
     def _data_start(self, file: str) -> int:
-        """Where the tensors of a file begin; reads and compares its header, once."""
+        """The position of the tensors in a file. Reads and compares its header, once."""
         if file not in self._data_starts:
             with open_recorded(self._root / file, self._content.files[file].size) as reader:
                 read_header(reader, self._hashes[file])
@@ -173,9 +175,9 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
 
 def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
-    """The tensors of the checkpoint or export at `path`, whole files or sharded, to be read one by one or by rows.
+    """The tensors of the checkpoint or export at `path`, whole or sharded, for reading one by one or by rows.
 
-    The model's have the names of the module's state; those of other states begin with the name of the state.
+    Tensors of the model have the names of the module's state; those of other states begin with the name of the state.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
@@ -184,7 +186,7 @@ def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
     """
     root, content = open_checkpoint(path)
     if content.kind == "begin" or content.format_version == 1:
-        what = "marks the beginning of a run and holds no state" if content.kind == "begin" else "has format version 1"
+        what = "marks the beginning of a run and has no state" if content.kind == "begin" else "has format version 1"
         raise CheckpointMismatchError(f"{root} {what}. Name a checkpoint, or read its weights with read_model(path).")
     return StoredTensors(root, content, read_index(root, content))
 
@@ -195,5 +197,5 @@ def stored_model(root: Path, content: Manifest, hashes: Mapping[str, FileIndex])
 
 
 def files_of(content: Manifest, whole_file: str) -> tuple[str, ...]:
-    """The files of a checkpoint that are `whole_file`, or have the rows of a rank of it."""
+    """The files of a checkpoint that are `whole_file`, or that contain the rows of one rank of it."""
     return tuple(file for file in content.files if manifest.is_part_of(file, whole_file))

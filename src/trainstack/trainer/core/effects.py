@@ -35,6 +35,7 @@ ARGUMENTS: Mapping[str, Effect | None] = {
     "max_train_steps_per_epoch": RUN,
     "max_val_steps_per_epoch": DEPENDS,
     "validate_every": DEPENDS,
+    "validate_at_start": SAME,
     "sanity_val_steps": SAME,
     "overfit_batches": RUN,
     "fast_dev_run": None,

@@ -181,32 +181,40 @@ class TrainingPlan:
         return min([self.batches_per_epoch // (self.world_size * self.accumulation) + 1, *caps])
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the plan as pairs of label and value, for a table."""
-        unknown = "unknown until the loader ends"
-        processes = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
-        if self.is_sampled:
-            drawn = f"{self.global_batch} on average, a new random sample each step; {processes}"
-            rows = [("global batch", f"{drawn}, micro-batches of at most {self.micro_batch}")]
-        else:
-            rows = [("global batch", f"{self.global_batch} = {processes} x {self._micro_batches_text()}")]
-            if self.samples_per_epoch is not None:
-                rows.append(("samples an epoch", f"{self.samples_per_epoch} (last step: {self.last_step_samples})"))
-        steps = unknown if self.steps_per_epoch is None else str(self.steps_per_epoch)
-        if self.max_steps_per_epoch is not None:
-            steps += f" (at most {self.max_steps_per_epoch})"
-        rows.append(("global steps an epoch", steps))
-        total = unknown if self.total_steps is None else str(self.total_steps)
-        rows.append(("global steps in all", f"{total} in {self.epochs} epoch{'s' if self.epochs != 1 else ''}"))
-        return rows
+        """The plan as label and value, for a table."""
+        return [("batch", self.describe_batch()), ("steps", self.describe_steps())]
 
-    def _micro_batches_text(self) -> str:
-        text = f"{self.accumulation} micro-batch{'es' if self.accumulation > 1 else ''} x {self.micro_batch}"
-        short = self.last_micro_batch != self.micro_batch
-        return f"{text}, the last of {self.last_micro_batch}" if short else text
+    def describe_batch(self) -> str:
+        """How a global batch is split, such as `64 samples = 2 processes x 1 micro-batch x 32`."""
+        processes, parts = _counted(self.world_size, "process", "es"), _counted(self.accumulation, "micro-batch", "es")
+        if self.is_sampled:
+            return (
+                f"{self.global_batch} on average, a new random sample each step; {processes}, micro-batches of at most "
+                f"{self.micro_batch}"
+            )
+        text = f"{_counted(self.global_batch, 'sample')} = {processes} x {parts} x {self.micro_batch}"
+        is_uneven = self.last_micro_batch != self.micro_batch
+        return f"{text}, the last of {self.last_micro_batch}" if is_uneven else text
+
+    def describe_steps(self) -> str:
+        """Global steps of an epoch and of the run, such as `16 per epoch (40 samples in the last), 48 in 3 epochs`."""
+        if self.steps_per_epoch is None:
+            most = self.max_steps_per_epoch
+            per_epoch = "unknown until the loader ends" if most is None else f"at most {most:,} per epoch"
+            return per_epoch if self.max_steps is None else f"{per_epoch}, {self.max_steps:,} in all"
+        notes = [] if self.max_steps_per_epoch is None else [f"at most {self.max_steps_per_epoch:,}"]
+        if not notes and not self.is_sampled and self.last_step_samples not in (None, self.global_batch):
+            notes.append(f"{_counted(self.last_step_samples, 'sample')} in the last")
+        note = f" ({', '.join(notes)})" if notes else ""
+        return f"{self.steps_per_epoch:,} per epoch{note}, {self.total_steps:,} in {_counted(self.epochs, 'epoch')}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as plain Python values, `total_steps` included."""
         return asdict(self) | {"total_steps": self.total_steps}
+
+
+def _counted(number: int | None, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def _whole_cap(cap: int | float | None, steps: int | None) -> int | None:

@@ -14,7 +14,7 @@ import torch
 
 from trainstack.backends import World
 from trainstack.backends.random_streams import RandomStreams
-from trainstack.errors import CheckpointMismatchError
+from trainstack.errors import CheckpointMismatchError, ConfigurationError
 from trainstack.trainer.core.order import mix
 
 _HOST = torch.device("cpu")
@@ -25,7 +25,13 @@ def seed_everything(seed: int) -> None:
 
     Args:
         seed: a whole number from 0 to 2**63 - 1; numpy gets 32 bits of its hash.
+
+    Raises:
+        ConfigurationError: `seed` is not a whole number.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ConfigurationError(f"seed={seed!r}: write a whole number.")
+    seed = int(seed)
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)  # numpy takes 32 bits
     if torch.accelerator.is_available():

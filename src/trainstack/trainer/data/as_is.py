@@ -1,9 +1,13 @@
-"""`as_is` wraps a loader as a plain iterable of batches."""
+"""Loaders with custom batch sizes: `as_is` declares them, and others are compared with the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.data.step_batches import StepBatches
 
 
 def as_is(loader: Any) -> Any:
@@ -20,6 +24,32 @@ def as_is(loader: Any) -> Any:
         an iterable to return from `get_train_dataloader` and the methods for evaluation.
     """
     return _SizedLoader(loader) if hasattr(loader, "__len__") else _Loader(loader)
+
+
+def compare_first_step(
+    steps: Iterable[StepBatches], loader: Any, plan: TrainingPlan, log: RunLogger
+) -> Iterator[StepBatches]:
+    """Yield `steps`; warn once if the first has another number of samples than the plan says.
+
+    A loader with a custom order has its own batch size. With `train_batch_size=1`, the default, nothing was planned.
+    """
+    for number, step in enumerate(steps):
+        yield step
+        samples = int(step.items)
+        if (
+            number
+            or not samples
+            or samples == plan.global_batch
+            or plan.global_batch == 1
+            or isinstance(loader, _Loader)
+        ):
+            continue
+        on = "" if plan.world_size == 1 else f" on {plan.world_size} processes together"
+        log.warning(
+            f"the first global step has {samples} samples{on}, and train_batch_size={plan.global_batch}: the loader "
+            f"has its own batch size. Write train_batch_size={samples}, pass batch_size on to the loader, or return "
+            "trainstack.as_is(loader)."
+        )
 
 
 _OWN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")

@@ -21,6 +21,7 @@ from trainstack.trainer.core.order import OrderCursor, RankSlice
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.random_state import LoaderGenerators, Seed
 from trainstack.trainer.core.state import RunState, is_stateful
+from trainstack.trainer.data.as_is import compare_first_step
 from trainstack.trainer.data.combined_loaders import CombinedLoader, Combiner
 from trainstack.trainer.data.epoch_lengths import EpochLengths
 from trainstack.trainer.data.epochs import datasets_in, set_epoch, tell_users_datasets
@@ -172,6 +173,8 @@ class TrainingData:
         else:
             self._log_custom_order(reason, loader, state)
             steps = self._unordered(loader, generators, state)
+            if not state.global_step and custom_batch_weight(self._module) is None:
+                steps = compare_first_step(steps, loader, self.plan, self._log)
         return sum_steps(steps) if sums_losses(self._module) else steps
 
     def _describe_order(self, loader: Any) -> str:
@@ -455,9 +458,13 @@ class TrainingData:
             resume += missing_state_description(loader)
         self._log.warning(
             f"the training data has the loader's order, because {reason}. Its batches are used without a change: a "
-            f"global step has {self.plan.accumulation} of them, and the library cannot ensure that each sample is used "
+            f"global step has {self._batches_a_step()}, and the library cannot ensure that each sample is used "
             f"once. {self._describe_sharding(loader)}{resume}"
         )
+
+    def _batches_a_step(self) -> str:
+        each, size = self.plan.accumulation, self._world.size
+        return f"{each} of them" if size == 1 else f"{each} of them on each of {size} processes"
 
     def _describe_sharding(self, loader: Any) -> str:
         size, taken = self._world.size, self.plan.accumulation

@@ -32,6 +32,7 @@ from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
     LoaderPass,
     check_batch_size,
+    count_batches,
     eval_mode,
     evaluation_batches,
     evaluation_pass,
@@ -438,7 +439,10 @@ class Evaluator:
         batches, in_parts = self._batches(stage, loader, limit, digest)
         measured = None if stage is Stage.PREDICT else self.metrics.over(key, world, stage, in_parts=in_parts)
         evaluation.is_consumed = measured is not None or not self._expects_loss(stage)
-        self._run_pass(evaluation, key, batches, measured, reporter, announced=only is None)
+        if reporter is not None and world.is_main:
+            reads_all = on_main_only(context.module, world, stage, context.args.data_sharding_of(stage))
+            reporter.progress.start_validation(key, count_batches(loader, World() if reads_all else world, limit))
+        self._run_pass(evaluation, batches, measured, reporter, announced=only is None)
         for message in (evaluation.loss_message, evaluation.count_message):
             self._warn_once(message)
         comm = world.comm if in_parts else Communicator()
@@ -453,7 +457,6 @@ class Evaluator:
     def _run_pass(
         self,
         evaluation: LoaderPass,
-        key: str,
         batches: Iterator[tuple[Any, int | None]],
         measured: MetricPass | None,
         reporter: Reporter | None,
@@ -463,7 +466,6 @@ class Evaluator:
         """Run `evaluation` on the batches. It runs in rounds if all ranks must make the same forward passes."""
         stage, sink = evaluation.stage, self._context.sink
         progress = NoProgress() if reporter is None else reporter.progress
-        progress.start_validation(key, None)
         should_stop = None if reporter is None else self._stopper.interrupts
         rounds = self._rounds(stage, batches, should_stop)
         if rounds is not None:  # ranks decide together whether to stop

@@ -98,10 +98,10 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     if isinstance(loaders, Tensor) or (
         isinstance(loaders, list | tuple) and any(isinstance(loader, DataLoader) for loader in loaders)
     ):
-        raise ModuleContractError(
-            f"{where} gave a {type(loaders).__name__}. Give several DataLoaders as a dict by name, and a tensor as "
-            "DataLoader(TensorDataset(tensor), batch_size=...)."
-        )
+        what = "A tensor goes into a DataLoader: DataLoader(TensorDataset(tensor), batch_size=...)"
+        if not isinstance(loaders, Tensor):
+            what = 'Several DataLoaders go into a dict by name: return {"a": loader_a, "b": loader_b}'
+        raise ModuleContractError(f"{where} gave a {type(loaders).__name__}. {what}.")
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
         if not isinstance(key, str) or isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
@@ -206,20 +206,39 @@ def evaluation_batches(
             pairs = digest.read(pairs)
         return islice(pairs, _part(limit, loader) if isinstance(limit, float) else limit), presharded
     size = loader.batch_size
-    number = -(-len(loader.dataset) // size)
-    if isinstance(limit, float):
-        number = math.ceil(Fraction(str(limit)) * number)
-    elif limit is not None:
-        number = min(number, limit * world.size)
-    low, extra = divmod(number, world.size)
-    begin = world.rank * low + min(world.rank, extra)
-    end = min(len(loader.dataset), (begin + low + (world.rank < extra)) * size)
-    indices, counts = tee(_parts(begin * size, end, size))  # may be empty
+    number, begin, count = _share(loader, world, limit)
+    end = min(len(loader.dataset), (begin + count) * size)
+    indices, counts = tee(_parts(begin * size, end, size))  # a process may get nothing
     if in_turns:
         every = _parts(0, min(len(loader.dataset), number * size), size)
         indices, counts = tee(islice(every, world.rank, None, world.size))
     batches = Fetcher(loader, seed, fast_paths=fast_paths).batches(EVALUATION_EPOCH, indices)
     return zip(batches, map(len, counts), strict=True), True
+
+
+def count_batches(loader: Any, world: World, limit: int | float | None = None) -> int | None:
+    """How many batches of `loader` this process evaluates, as `evaluation_batches` gives them; None if it is unknown.
+
+    A loader with a custom order may end earlier than its length.
+    """
+    if unsupported_order_reason(loader) is None:
+        return _share(loader, world, limit)[2]
+    try:
+        length = len(loader)
+    except Exception:  # it has none; the number is for the display, whose absence is not an error
+        return None
+    return min(length, _part(limit, loader) if isinstance(limit, float) else length if limit is None else limit)
+
+
+def _share(loader: Any, world: World, limit: int | float | None) -> tuple[int, int, int]:
+    """The number of batches over all processes, and of this process the first batch and the number."""
+    number = -(-len(loader.dataset) // loader.batch_size)
+    if isinstance(limit, float):
+        number = math.ceil(Fraction(str(limit)) * number)
+    elif limit is not None:
+        number = min(number, limit * world.size)
+    low, extra = divmod(number, world.size)
+    return number, world.rank * low + min(world.rank, extra), low + (world.rank < extra)
 
 
 def _parts(begin: int, end: int, size: int) -> Iterator[Tensor]:
@@ -394,6 +413,9 @@ class LoaderPass:
                         break
         except Exception as error:
             annotate(error, f"in batch {self.batches} of {stage.name.lower()} at global step {step}")
+            if "does not require grad" in str(error):
+                name = f"{stage.name.lower()}_step"
+                annotate(error, f"gradients are off in {name}. Write `with torch.enable_grad():` around that code")
             raise
         self.samples = None if math.isnan(counted) else int(counted)
 

@@ -191,10 +191,16 @@ def _items(given: Any, where: str = "") -> list[tuple[str, Any]]:
         return [("" if callable(getattr(given, "items", None)) else type(given).__name__, given)]
     if isinstance(given, Mapping | nn.ModuleDict):
         return list(given.items())
+    wrap = f" Wrap the function: metric_of({_name_of(given)})." if callable(given) else ""
     raise ConfigurationError(
         f"metrics{f'[{where!r}]' if where else ''} is a {type(given).__name__}. Write a dict of metrics by name; a "
-        "metric has the methods update, compute and reset."
+        f"metric has the methods update, compute and reset.{wrap}"
     )
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__name__", "function")
+    return name if name.isidentifier() else "function"
 
 
 class _GetMetric:

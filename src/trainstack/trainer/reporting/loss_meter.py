@@ -29,14 +29,14 @@ def _own_part(weight: Tensor) -> Tensor:
 
 
 class StepEntry(NamedTuple):
-    """What is remembered of one global step until the next read.
+    """The values of one global step until the next read.
 
     Attributes:
         step, epoch, step_in_epoch: its place in the run; steps are counted from 1.
         first_sample: the position in the epoch's order of its first sample.
         losses: of its micro-batches; 0-dim, detached, on the device, or numbers.
         weights: the share of each of them.
-        items: what its loss is a mean over.
+        items: the number of items of which its loss is the mean.
         updated: whether it moved the weights.
         norm: joint L2 norm of the gradients before clipping, if one was computed.
         rates: the learning rates that it used, if steps are recorded.
@@ -64,16 +64,16 @@ class LossMeter:
 
     Args:
         read: the verb of the stack that brings values to the host.
-        per_record_clipped: a non-finite loss is no error at all, for it had no influence; it counts as 0.
+        per_record_clipped: a non-finite loss is not an error, because it had no influence; it counts as 0.
         hide_loss: losses are not recorded.
         comm: how the processes of the run talk.
-        weights: what is trained, by name, for a check where not every step's gradients are measured.
+        weights: the trained parameters by name, for a check where not every step's gradients are measured.
         fast_paths: whether the weights may be checked in one call.
 
     Attributes:
         rates: a global step and the learning rates that it used, of the last step that was due for anything.
-        on_norms: called with the norms that were read; None for nobody.
-        on_entries: called with the entries, the losses and the norms that were read; None for nobody.
+        on_norms: called with the norms that were read; None for no call.
+        on_entries: called with the entries, the losses and the norms that were read; None for no call.
         find_samples: the dataset's indices of a micro-batch on this rank, by epoch, first sample of the step and
             position; None where that is not known or must not be said.
     """
@@ -124,7 +124,7 @@ class LossMeter:
         self.rates = step, learning_rates(optimizers)
 
     def flush(self) -> None:
-        """Read what is pending from the device, and settle the means over all processes; all call it at the same step.
+        """Read pending values from the device, and settle the means over all processes; all call it at the same step.
 
         Raises:
             NonFiniteError: a loss is inf or nan, or the gradients of a step that moved the weights are, or too many
@@ -182,7 +182,7 @@ class LossMeter:
         return [next(values) if isinstance(loss, Tensor) else loss for loss in losses]
 
     def get_state(self) -> dict[str, Any]:
-        """What was settled by the last `flush` since the last log point and over the epoch."""
+        """The values settled by the last `flush`, since the last log point and over the epoch."""
         return {
             "interval": self.interval.get_state(),
             "epoch": self.epoch.get_state(),
@@ -192,7 +192,7 @@ class LossMeter:
         }
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `get_state` returned."""
+        """Restore the result of `get_state`."""
         self.entries = []
         self.interval, self.epoch = WeightedMean(*state["interval"]), WeightedMean(*state["epoch"])
         self.last_norm, self.skipped_in_a_row = state["last_norm"], state["skipped_in_a_row"]
@@ -236,7 +236,7 @@ class LossMeter:
         return _at(entry.step, 0, NonFiniteError(f"the loss is {value} at {where}{samples}. {cause}{_ADVICE}"))
 
     def _count_all(self, entries: Sequence[StepEntry], losses: Sequence[float], norms: Sequence[float]) -> None:
-        """What `_count` does, for many steps with which nothing is wrong."""
+        """The same as `_count`, for many steps without a non-finite value."""
         if not entries:
             return
         self.skipped_in_a_row = 0
@@ -315,7 +315,7 @@ class ExactSum:
 
 
 def _parts_of(values: Sequence[float]) -> list[float]:
-    """What `values` add up to: the sum rounded to a float, the rounded rest, and so on until nothing is left.
+    """The sum of `values`: the sum rounded to a float, the rounded rest, and so on until nothing is left.
 
     Raises:
         NonFiniteError: one of them is inf or nan, or they are too large together.
@@ -337,11 +337,11 @@ def _parts_of(values: Sequence[float]) -> list[float]:
 
 
 class WeightedMean:
-    """A mean of values over all processes: what they add up to, each with its share, and the items it is a mean over.
+    """A mean of values over all processes: the weighted sum, and the number of items.
 
     Attributes:
-        synced: what all processes have added, up to the last `sync`.
-        local: what this process has added since.
+        synced: the sum of all processes, up to the last `sync`.
+        local: the sum of this process since then.
         items: on all processes together, every item once; the same number everywhere.
     """
 
@@ -359,17 +359,17 @@ class WeightedMean:
         self.items += items
 
     def sync(self, everyone: Sequence[Sequence[float]]) -> None:
-        """Add up what all processes had in `local`."""
+        """Add the `local` sums of all processes."""
         for parts in everyone:
             self.synced.add_all(parts)
         self.local = ExactSum()
 
     def pop(self) -> float | None:
-        """The mean of what is settled, and start anew; None if nothing was added."""
+        """The mean of the settled values, which are then cleared; None if there are none."""
         mean = self.synced.value() / self.items if self.items else None
         self.synced, self.items = ExactSum(), 0.0
         return mean
 
     def get_state(self) -> list[Any]:
-        """What is settled, in parts that depend on the sum alone, not on how it came about."""
+        """The settled sum, in parts that depend on the sum alone, not on the order of its terms."""
         return [_parts_of(self.synced.parts), self.items]

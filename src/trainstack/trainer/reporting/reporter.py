@@ -24,6 +24,7 @@ from trainstack.trainer.reporting.clipping_check import ClippingCheck
 from trainstack.trainer.reporting.loss_meter import LossMeter, learning_rates
 from trainstack.trainer.reporting.setup_rows import setup_rows
 from trainstack.trainer.run_directory import shortest
+from trainstack.trainer.schedulers.stepping import Schedules
 from trainstack.trainer.tracking.epoch_lines import EpochLine
 from trainstack.trainer.tracking.history import Record, RunHistory
 from trainstack.trainer.tracking.progress import NoProgress, ProgressDisplay, build_progress, format_plan_table
@@ -92,12 +93,13 @@ class Reporter:
         self._has_ended = False
         self._clipping: ClippingCheck | None = None
 
-    def open(self, data: TrainingData, work: Workload, resume_step: int | None) -> None:
-        """Open the writers, begin the report, and show the plan and the stack.
+    def open(self, data: TrainingData, work: Workload, schedules: Schedules, resume_step: int | None) -> None:
+        """Open the writers, begin the report, and show the plan.
 
         Args:
             data: of the run, with its plan.
-            work: what is trained.
+            work: the model and its optimizers.
+            schedules: of the optimizers.
             resume_step: the global step after which the run is resumed; None for a fresh one.
         """
         context, stack, plan = self._context, self._context.stack, data.plan
@@ -118,14 +120,13 @@ class Reporter:
 
             try:
                 self._recorder = begin_recording(context, plan, work.optimizers, resume_step)
-            except Exception as error:  # training is what counts
+            except Exception as error:  # the training is more important than its report
                 self._log.warning(f"there will be no run report: {type(error).__name__}: {error}")
-        layers = "\n".join(f"{layer.name}: {layer.summary}" for layer in stack.layers())
-        rows = [("folder", shortest(self._log_dir))] if context.directory.is_claimed else []
-        rows += [] if context.directory.mirror is None else [("uploaded to", context.directory.shown)]
-        rows += [("backend", f"{stack.spec} on {context.world.device}"), ("stack", layers)]
-        rows += plan.rows()
-        rows += setup_rows(context, data, work)
+        rows = setup_rows(context, data, work, schedules)
+        directory = context.directory
+        if directory.is_claimed:
+            uploaded = "" if directory.mirror is None else f", uploaded to {directory.shown}"
+            rows.append(("output", shortest(self._log_dir) + uploaded))
         if plan.global_batch == 1 and (plan.steps_per_epoch or 0) > _MANY_STEPS:
             self._log.warning(
                 f"train_batch_size=1: each update uses one sample, which makes {plan.steps_per_epoch} global steps an "
@@ -139,7 +140,7 @@ class Reporter:
             stack.announce_steps(left, self._write_statement if self._is_main else None)
 
     def _config(self, plan: TrainingPlan) -> dict[str, Any]:
-        """What trackers show beside the metrics."""
+        """The configuration that trackers show next to the metrics."""
         context = self._context
         config = {"backend": context.stack.spec, "arguments": context.args.to_dict(), "plan": plan.to_dict()}
         own = getattr(context.module, "hyperparameters", None)
@@ -157,7 +158,7 @@ class Reporter:
         self._writers.log_media("log_artifact", name, path, "file")
 
     def _recorded(self) -> Iterable[Record]:
-        """What the writers of this run were given before."""
+        """The records that the writers of this run have received before."""
         history = self.history
         return islice(history.all_records(), self._context.directory.earlier_records, history.flushed_count)
 
@@ -177,7 +178,7 @@ class Reporter:
         self.progress.poll(state.steps_in_epoch, lambda: self._last_loss)
 
     def measure(self, state: RunState, meter: LossMeter, optimizers: Iterable[Optimizer]) -> None:
-        """Read what has been measured since the last log point, and record it."""
+        """Read the values measured since the last log point, and record them."""
         self._flush(meter)
         self.history.current_step = state.global_step
         loss = meter.interval.pop()
@@ -229,7 +230,7 @@ class Reporter:
             self.history.update_metric("train/skipped_steps", state.skipped_steps, provenance=Provenance.PUBLIC)
 
     def end_epoch(self, state: RunState, plan: TrainingPlan) -> None:
-        """Write what is new, and one line about the epoch that `state` has just finished."""
+        """Write new records, and one line about the epoch that `state` has just finished."""
         epoch = state.last_epoch
         self.write()
         names = self.history.get_metric_names()
@@ -251,7 +252,7 @@ class Reporter:
         self._writers.text(line)
 
     def end_validation(self, state: RunState) -> None:
-        """A validation within an epoch is over: write what is new, and one line about it."""
+        """A validation within an epoch is over: write new records, and one line about it."""
         self.write()
         measured = self.history.values_at(state.global_step).items()
         shown = [f"{name}={value:.4g}" for name, value in measured if name.startswith("val/")]
@@ -259,7 +260,7 @@ class Reporter:
             self._writers.text(" ".join([f"step={state.global_step}", *shown]))
 
     def write(self) -> None:
-        """Hand the writers what is new in the history."""
+        """Pass the new records of the history to the writers."""
         self._writers.write(self.history.flush())
 
     def text(self, line: str | None) -> None:
@@ -268,7 +269,7 @@ class Reporter:
             self._writers.text(line)
 
     def end_private_run(self, exhausted_reason: str | None) -> None:
-        """Say what a private run guarantees, and keep it beside the logs; nothing for other runs."""
+        """Print the guarantee of a private run, and save it next to the logs; nothing for other runs."""
         stack = self._context.stack
         if not stack.is_private:
             return
@@ -298,8 +299,8 @@ class Reporter:
         trained = self._context.state.global_step > self._first_step and status in ("finished", "stopped")
         if compiled is not None and compiled.is_in_vain and trained:
             self._log.warning(
-                "compile: no graph was compiled. What is compiled are calls of the module's parts, such as "
-                "self.model(inputs); other methods of a part, and calls of what it is made of, run as they are."
+                "compile: no graph was compiled. Only calls of the module's parts are compiled, such as "
+                "self.model(inputs); other methods of a part, and calls of its submodules, run as they are."
             )
         report = self._write_report(status, reason)
         self.text(format_plan_table(self._last_rows(status, export, report)) or None)
@@ -315,7 +316,7 @@ class Reporter:
         return None if info is None else _local(info.path)
 
     def _last_rows(self, status: str, export: str | None, report: Path | None) -> list[tuple[str, str]]:
-        """What there is now, where it is, and how to use it; of a run that is to be resumed, only the report."""
+        """The results of the run, their places, and how to use them; of an interrupted run only the report."""
         context, steps = self._context, self._context.state.global_step
         rows: list[tuple[str, str]] = []
         if status in ("finished", "stopped"):
@@ -336,7 +337,7 @@ class Reporter:
             self._check_lease()
             privacy = self._context.stack.privacy_statement().text
             return Path(recorder.end(self.history, self._context.state.global_step, status, reason, privacy))
-        except Exception as error:  # training is what counts
+        except Exception as error:  # the training is more important than its report
             self._log.warning(f"the run report could not be written: {type(error).__name__}: {error}")
             return None
 

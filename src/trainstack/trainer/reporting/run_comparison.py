@@ -30,20 +30,20 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """What two step logs say about where their runs part.
+    """The difference of two runs, from their step logs.
 
     Attributes:
         step: the first global step whose records differ; None if all that both recorded is the same.
         rank: the first rank in which they differ there.
         quantity: "data", "random state", "forward", "backward", "optimizer", "learning rate", "skipped step" or
             "weights at the start"; None if nothing differs.
-        values: what both recorded there, as texts; ("", "") if nothing differs.
+        values: of both runs there, as texts; ("", "") if nothing differs.
         parameters: the names of parameters that differ there, where they are recorded.
         same_until: the last global step before of which all that both recorded is the same; 0 for none.
         compared: how many global steps both have.
         reason: why they part, in words.
-        changes: in what the two starts differ, those that explain the quantity first.
-        notes: what limits the comparison: damage, other numbers of steps or ranks.
+        changes: the differences of the two starts, those that explain the quantity first.
+        notes: limits of the comparison: damage, other numbers of steps or ranks.
     """
 
     step: int | None
@@ -129,7 +129,7 @@ def explained(found: RunComparison, changes: Sequence[Change], *, has_details: b
 
     Args:
         found: names the step and the quantity.
-        changes: in what the two starts differ.
+        changes: the differences of the two starts.
         has_details: whether both have digests of the batch and of random states in that step.
     """
     quantity = found.quantity or ""
@@ -195,7 +195,7 @@ def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:
     cause = _UNEXPLAINED.get(quantity, _OPERATOR)
     unknown = "" if has_details else f"samples with other values under the same indices, or {_EARLIER}"
     unknown = f", {unknown}" if unknown else ""
-    return f"The starts do not differ in what is recorded, so the cause is {cause}{unknown}."
+    return f"The recorded starts do not differ, so the cause is {cause}{unknown}."
 
 
 _EARLIER = (
@@ -204,7 +204,7 @@ _EARLIER = (
 )
 _OPERATOR = "an operator that is not deterministic, or weights that were changed between steps"
 _UNEXPLAINED = {
-    "data": "other samples, another order, or an augmentation that was edited or draws random numbers of its own",
+    "data": "other samples, another order, or an augmentation that was edited or draws from a separate generator",
     "random state": "code that drew other random numbers, such as a hook",
     "learning rate": "a schedule or a hook that chose another rate",
     "skipped step": "an overflow or a non-finite value in one of them",

@@ -17,8 +17,8 @@ from trainstack.backends import TrainerBackend, World
 from trainstack.backends.spec import known_layers
 from trainstack.checkpointing import Checkpoint, WarmStartReport
 from trainstack.checkpointing.directory import is_checkpoint_directory, read_manifest
-from trainstack.checkpointing.lookup import resolve_pointer
 from trainstack.checkpointing.manifest import FILE_NAME as MANIFEST
+from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.errors import OTHER_RUN, CheckpointMismatchError
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import RunLogger

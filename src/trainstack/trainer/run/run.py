@@ -12,6 +12,7 @@ from trainstack.backends.random_streams import RandomStreams
 from trainstack.backends.trained_before import trained_before
 from trainstack.checkpointing import DefaultCheckpointer
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.stage import Stage
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.context import RunContext, ignore, nothing
 from trainstack.trainer.core.changes import Description
@@ -138,7 +139,7 @@ class Run:
         module, args, world, state = self.module, context.args, self.world, self.state
         made_metrics = Metrics(metrics, module)
         self.modes = TrainingModes(module, self.stack.is_private)
-        check_signatures(module, self.log, context.val_step)
+        check_signatures(module, self.log, context.val_step, self.stack)
         self.streams = streams = self.stack.random_streams(world)
         with isolated_rng(streams or mix(state.seed), world.device):
             records = self.stack.public_dataset_size
@@ -294,6 +295,11 @@ class Run:
         meant = next((name for name in results if name.endswith(f"/{monitor}")), None)
         if monitor not in results and meant is not None:
             raise ConfigurationError(f"monitor={monitor!r}: the validation gives {meant!r}. Write monitor={meant!r}.")
+
+    def validate_at_start(self) -> None:
+        """Validate before the first global step, if the arguments ask for it, and record the results."""
+        if self.context.args.validate_at_start and not self.state.global_step:
+            self.evaluator.run_standalone(Stage.VAL, None, log=True, keep_outputs=False)
 
     def fire_train_begin(self) -> None:
         """Call the subscribers of `TRAIN_BEGIN`."""

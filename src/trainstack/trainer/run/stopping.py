@@ -226,7 +226,9 @@ _PREEMPTING = ("SIGTERM", "SIGHUP", "SIGUSR1")
 _SAME_PRESS_S = 1.0
 """Seconds within which a second SIGINT is the same Ctrl-C, because a terminal and a launcher may both send it."""
 
-_AGAIN = b"\nCtrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
+_AGAIN = b"Ctrl-C: the run stops at the end of this step. Ctrl-C again stops it at once.\n"
+_ERASE_LINE = b"\r\x1b[2K"
+"""Removes the line of the cursor from a terminal: the progress bar, and "^C", the terminal's echo of the keys."""
 
 
 @contextmanager
@@ -398,6 +400,6 @@ class _Handler:
                 raise KeyboardInterrupt
             if self._pressed is None and self._announce:
                 with suppress(OSError):
-                    os.write(2, _AGAIN)
+                    os.write(2, (_ERASE_LINE if os.isatty(2) else b"\n") + _AGAIN)
             self._pressed = now if self._pressed is None else self._pressed
         self._stopper.request(name, number)

@@ -56,6 +56,7 @@ def make_schedules(
     made = []
     for position, config in enumerate(configs):
         scheduler = config.scheduler
+        _check_length(scheduler, plan)
         if is_scheduler_factory(scheduler):
             scheduler = _make(scheduler, position, optimizers, plan)
         if is_timm_scheduler(scheduler):
@@ -68,6 +69,17 @@ def make_schedules(
         if problem is not None and log is not None:
             log.warning(problem)
     return Schedules(made)
+
+
+def _check_length(scheduler: Any, plan: TrainingPlan) -> None:
+    """Refuse a schedule that was made for None steps, which torch finds in the first step only."""
+    name = next((name for kind, name in _LENGTHS.items() if isinstance(scheduler, kind)), None)
+    if name is not None and getattr(scheduler, name) is None:
+        why = "plan.total_steps is None, because the loader has no length. " if plan.total_steps is None else ""
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} was made with {name}=None. {why}Set max_steps in TrainerArguments, or give a "
+            "number."
+        )
 
 
 def _make(factory: Any, position: int, optimizers: Sequence[Optimizer], plan: TrainingPlan) -> Any:

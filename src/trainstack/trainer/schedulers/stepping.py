@@ -126,6 +126,10 @@ class Schedules:
         """Whether a scheduler steps after updates, so that its length is a number of updates."""
         return bool(self._on_step)
 
+    def describe(self, optimizer: Any) -> list[str]:
+        """The schedulers of `optimizer`, each with its interval, such as "StepLR after each epoch"."""
+        return [one.describe() for one in self._scheduled if getattr(one.scheduler, "optimizer", None) is optimizer]
+
     def step(self) -> None:
         """Step the schedulers that count updates. Called after each global step that changed the weights.
 
@@ -216,6 +220,11 @@ class _Scheduled:
         self.config, self.scheduler, self.waited = config, config.scheduler, 0
         self.ended_epoch: int | None = None
         self.begin_counting()
+
+    def describe(self) -> str:
+        """Its class and its interval."""
+        unit, every = "epoch" if self.config.per_epoch else "step", self.config.frequency
+        return f"{type(self.scheduler).__name__} after each {unit if every == 1 else f'{every} {unit}s'}"
 
     def begin_counting(self) -> None:
         """Start to count the calls of `step`."""

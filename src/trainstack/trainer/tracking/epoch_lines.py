@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 _HEADER_EVERY = 40
 """Rows: about a screen."""
@@ -17,7 +18,7 @@ class EpochLine(str):
     Args:
         epoch: such as "3/8".
         step: global steps trained.
-        values: what was measured, by the name of the metric, in the order of the columns.
+        values: measured values by the name of the metric, in the order of the columns.
         seconds: of wall-clock time that the epoch took.
         best: the name whose value is the best so far; None for none.
         elsewhere: where values are that a table has no room for.
@@ -41,41 +42,61 @@ class EpochLine(str):
         return line
 
 
+class _Columns(NamedTuple):
+    """The columns of a table around its metrics, and the note on metrics that do not fit."""
+
+    step: bool
+    note: str
+
+    def widths(self, line: EpochLine) -> int:
+        """Of these columns, each with the blank between it and the next."""
+        return _epoch_width(line) + _STEP_WIDTH * self.step + _TIME_WIDTH
+
+
+_STEP_WIDTH, _TIME_WIDTH = 8, 9
+_LAYOUTS = (_Columns(True, "  +{count} in {place}"), _Columns(True, " +{count}"), _Columns(False, ""))
+"""The first one with room for `_FEWEST` metrics is used."""
+_FEWEST = 2
+
+
 class EpochTable:
-    """Lays out epoch lines as rows of one table, as many columns as fit; the rest is counted in the header."""
+    """Prints epoch lines as rows of one table with as many metrics as fit; the header has the number of the others.
+
+    A narrow terminal gets the number of the others without the name of their file, and a very narrow one no steps.
+    """
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
         self._width = self._rows = 0
 
     def rows(self, line: EpochLine, width: int) -> list[str]:
-        """The row of `line` in `width` columns of a terminal, below a header where columns have changed."""
+        """The row of `line` in `width` columns of a terminal, below a header if the columns have changed."""
         changed = width != self._width or not self._names.keys() >= line.values.keys()
         self._names |= dict.fromkeys(line.values)
         self._width = width
         has_header = changed or self._rows % _HEADER_EVERY == 0
         self._rows = 1 if changed else self._rows + 1
-        names, note = self._fitting(line, width)
-        ends = [f"{'time':>8}{note}", f"{line.seconds:.1f} s".rjust(8)]
-        header = [f"{'epoch':>{_epoch_width(line)}}", f"{'step':>7}", *(_header(name) for name in names), ends[0]]
-        row = [
-            f"{line.epoch:>{_epoch_width(line)}}",
-            f"{line.step:>7}",
-            *(_cell(line, name) for name in names),
-            ends[1],
-        ]
+        columns, names, note = self._fitting(line, width)
+        header, row = [f"{'epoch':>{_epoch_width(line)}}"], [f"{line.epoch:>{_epoch_width(line)}}"]
+        if columns.step:
+            header, row = [*header, f"{'step':>7}"], [*row, f"{line.step:>7}"]
+        header, row = [*header, *map(_header, names)], [*row, *(_cell(line, name) for name in names)]
+        header, row = [*header, f"{'time':>8}{note}"], [*row, f"{line.seconds:.1f} s".rjust(8)]
         return [" ".join(cells).rstrip() for cells in ([header, row] if has_header else [row])]
 
-    def _fitting(self, line: EpochLine, width: int) -> tuple[list[str], str]:
-        """The columns that fit, and what the header says about the others."""
+    def _fitting(self, line: EpochLine, width: int) -> tuple[_Columns, list[str], str]:
+        """The columns around the metrics, the metrics that fit, and the note on the others."""
         names = list(self._names)
-        for count in range(len(names), -1, -1):
-            left_out = len(names) - count
-            note = f"  +{left_out} in {line.elsewhere}" if left_out else ""
-            taken = _epoch_width(line) + 8 + sum(len(_header(name)) + 1 for name in names[:count]) + 9 + len(note)
-            if taken <= width:
-                return names[:count], note
-        return [], ""
+        for columns in _LAYOUTS:
+            for count in range(len(names), -1, -1):
+                more = len(names) - count
+                note = columns.note.format(count=more, place=line.elsewhere) if more else ""
+                taken = columns.widths(line) + sum(len(_header(name)) + 1 for name in names[:count]) + len(note)
+                if taken <= width:
+                    break
+            if count >= min(_FEWEST, len(names)):
+                break
+        return columns, names[:count], note
 
 
 def _epoch_width(line: EpochLine) -> int:

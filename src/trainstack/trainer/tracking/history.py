@@ -72,14 +72,14 @@ class MetricColumn:
 
 
 _MOST_SHOWN = 8  # metrics in a repr
-# Controls, surrogates and line separators: what would break a line of a log or cannot be encoded at all.
+# Controls, surrogates and line separators break a line of a log, or cannot be encoded at all.
 _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 class RunHistory:
     """Records metrics without reading them from the device, and answers questions about them.
 
-    A tensor given to `update_metric` is read when somebody asks for values (a reader, `get_state` or
+    A tensor given to `update_metric` is read on the first request for values (a reader, `get_state` or
     `flush`), all pending tensors in one transfer per device and dtype. Until then it is kept alive, so
     `flush` at log points. The trainer sets `current_step` and `current_epoch`; a record takes them unless
     it is given its own.
@@ -126,8 +126,8 @@ class RunHistory:
         here; it must not be changed in place before it is read, which is noticed then.
 
         `provenance` matters in private runs. They do not record a value that is `PRIVATE`, unless
-        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Whoever declares another provenance vouches for
-        it.
+        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Declare another
+        provenance only if it is true.
 
         Raises:
             ConfigurationError: the name, the value, the step or the epoch cannot be recorded.
@@ -153,7 +153,7 @@ class RunHistory:
         self._arrived.append(column)
 
     def flush(self) -> list[Record]:
-        """Read what is pending; return the records new since the last flush, in order of arrival."""
+        """Read pending values; return the records new since the last flush, in order of arrival."""
         self._read_pending()
         records = []
         for column in self._arrived:
@@ -225,7 +225,7 @@ class RunHistory:
         return np.array(column.steps), np.array(column.values)
 
     def all_arrays(self, *, read_device: bool = True) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """`arrays` by name; without `read_device` only of what was read from the device before."""
+        """`arrays` by name; without `read_device` only values that were read from the device before."""
         if read_device:
             self._read_pending()
         return {name: (np.array(c.steps), np.array(c.values)) for name, c in self._columns.items() if c.values}
@@ -273,7 +273,7 @@ class RunHistory:
         return plot_series({name: self.arrays(name) for name in names} if names else self.all_arrays())
 
     def __repr__(self) -> str:
-        """Names and newest values; what is still on a device is not read."""
+        """Names and newest values; values that are still on a device are not read."""
         shown = [f"{name}={column.values[-1]:.4g}" for name, column in sorted(self._columns.items()) if column.values]
         more = [f"... {len(shown) - _MOST_SHOWN} more"] if len(shown) > _MOST_SHOWN else []
         return f"RunHistory({len(self._log)} records: {', '.join(shown[:_MOST_SHOWN] + more) or 'none'})"
@@ -290,7 +290,7 @@ class RunHistory:
     def get_state(self) -> dict[str, Any]:
         """Everything recorded, in order of arrival. Few records are converted, however many there are.
 
-        What has not been flushed counts as flushed once restored, so flush and write before taking a state.
+        Records that have not been flushed count as flushed once restored, so flush and write before taking a state.
         """
         self._read_pending()
         counters = {"current_step": self.current_step, "current_epoch": self.current_epoch}
@@ -298,10 +298,10 @@ class RunHistory:
         return state if self.guard is None else {**state, "provenance": self.guard.get_state()}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
-        """Replace everything by what `get_state` returned; restored records are not flushed again.
+        """Replace everything by the result of `get_state`; restored records are not flushed again.
 
         Raises:
-            CheckpointDamagedError: `state` is not what `get_state` returns; nothing has been changed then.
+            CheckpointDamagedError: `state` is not a result of `get_state`; nothing has been changed then.
         """
         log = RecordLog()
         try:
@@ -318,7 +318,7 @@ class RunHistory:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CheckpointDamagedError(
                 f"the state of the run history is damaged ({type(error).__name__}: {error}). "
-                "Give back unchanged what RunHistory.get_state() returned."
+                "Pass the unchanged result of RunHistory.get_state()."
             ) from error
         self.reset()
         self.current_step, self.current_epoch, self._columns, self._log = step, epoch, columns, log
@@ -330,7 +330,7 @@ class RunHistory:
         return self.current_step, self.current_epoch, lengths
 
     def back_to(self, mark: tuple[Any, ...]) -> None:
-        """Forget what was recorded since `mark`."""
+        """Forget the records since `mark`."""
         self._read_pending()
         self.current_step, self.current_epoch, lengths = mark
         self._log.truncate(sum(lengths.values()))
@@ -348,7 +348,7 @@ class RunHistory:
                 self._arrived.append(column)
 
     def hint_for(self, name: str) -> str:
-        """What to write in place of `name`, which was not recorded: names like it, and all that there are."""
+        """The names to write in place of `name`, which was not recorded: similar ones, and all recorded ones."""
         close = [known for known in sorted(self._columns) if known.endswith(f"/{name}")]
         close = close or difflib.get_close_matches(str(name), self._columns, n=1)
         return (f"Did you mean {close[0]!r}? " if close else "") + self._recorded()
@@ -375,7 +375,7 @@ class RunHistory:
         column.append(value, step, epoch)
 
     def _read_pending(self) -> None:
-        """Move what is pending into the columns, reading the device once per device and dtype."""
+        """Move pending values into the columns, reading the device once per device and dtype."""
         if not self._pending:
             return
         pending = self._pending
@@ -426,7 +426,7 @@ def _without(
 
 
 def snapshot_value(value: float | torch.Tensor) -> float | torch.Tensor:
-    """What can be recorded of a value that is changed in place later, such as a rate in a tensor: a copy of tensors."""
+    """The value to record if it may be changed in place later, such as a rate in a tensor: a copy of tensors."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -481,7 +481,7 @@ def check_name(name: object) -> str:
     """`name`, if a metric can have it.
 
     Raises:
-        ConfigurationError: it is no string, empty, or would break a log.
+        ConfigurationError: it is not a string, is empty, or would break a log.
     """
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a metric was named {name!r}; give a string such as 'train/loss'.")

@@ -19,7 +19,7 @@ _OF_TRAINING = re.compile(r"train/(loss|loss_epoch|grad_norm|skipped_steps|repla
 
 
 class LogSink:
-    """Records the values that a module passes to `log`, at the step under way.
+    """Records the values that a module passes to `log`, at the current step.
 
     A module keeps one sink, whichever trainers run it one after the other; the one made ready last is connected. A name
     belongs to the module or to the trainer: two values of one name at one step would replace each other.
@@ -28,7 +28,7 @@ class LogSink:
         history: records the values; before `connect`, one that is thrown away.
         state: gives the step and the epoch.
         provenance: of the values that are recorded now.
-        write: what takes images, texts and tables: the kind, the name, a function that makes the content, and the step.
+        write: called with images, texts and tables: the kind, the name, a function that makes the content, the step.
             None while no writer is open.
     """
 
@@ -82,7 +82,7 @@ class LogSink:
         self.history.update_metric(name, value, **when, provenance=self.provenance)
 
     def record_media(self, kind: str, name: str, make: Callable[[], Any], provenance: Provenance | None) -> None:
-        """Write what `make` returns under `name`, if writers are open and the run may show it.
+        """Write the result of `make` under `name`, if writers are open and the run may show it.
 
         Args:
             kind: the method of `Writer`, such as "log_image".
@@ -105,7 +105,7 @@ class LogSink:
         elif self.write is not None:
             self.write(kind, name, make, self.state.current_step)
         else:
-            self._say_once(kind, f"{kind}({name!r}, ...): no training is under way, so no writer is open for it.")
+            self._say_once(kind, f"{kind}({name!r}, ...): no training is running, so no writer is open for it.")
 
     def _say_once(self, kind: str, message: str) -> None:
         if kind not in self._said and global_rank() == 0:
@@ -150,4 +150,4 @@ class LogSink:
 
 
 def _forget(kind: str, name: str, make: Callable[[], Any], step: int) -> None:
-    """What is written in a block whose values are not those of the run."""
+    """Drop content that is logged in a block whose values are not those of the run."""

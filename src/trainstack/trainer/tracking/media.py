@@ -1,4 +1,4 @@
-"""Images, texts and tables on their way to the writers: `MediaLog`, and what is made of the user's values."""
+"""Images, texts and tables on their way to the writers: `MediaLog`, and the conversion of the user's values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class MediaLog:
     """The methods that send figures, images, texts and tables to the writers of a run, on the main process.
 
     They need a writer that takes them, such as that of TensorBoard. In private runs they follow the rule of metrics:
-    what is computed from training data without noise is not written, and neither is what has an unknown origin. Within
-    an evaluation they are values of the evaluation. Whoever gives another `provenance` vouches for it.
+    values computed from training data without noise are not written, and neither are values of unknown origin. Within
+    an evaluation they are values of the evaluation. A user who gives another `provenance` is responsible for it.
     """
 
     def log_figure(self, name: str, figure: Any, *, provenance: Provenance | None = None) -> None:
-        """Write a figure as an image at the step under way. The figure is drawn at once and stays open.
+        """Write a figure as an image at the current step. The figure is drawn at once and stays open.
 
         Args:
             name: of the series of images, such as "val/confusion".
@@ -34,12 +34,12 @@ class MediaLog:
             provenance: of its values, for private runs.
 
         Raises:
-            ConfigurationError: it is no figure, or no training is under way.
+            ConfigurationError: it is not a figure, or no training is running.
         """
         self._log_media("log_image", name, lambda: figure_pixels(figure), provenance)
 
     def log_image(self, name: str, image: Any, *, provenance: Provenance | None = None) -> None:
-        """Write an image at the step under way.
+        """Write an image at the current step.
 
         Args:
             name: of the series of images.
@@ -49,22 +49,22 @@ class MediaLog:
             provenance: of its values, for private runs.
 
         Raises:
-            ConfigurationError: it is no image, or no training is under way.
+            ConfigurationError: it is not an image, or no training is running.
         """
         self._log_media("log_image", name, lambda: image_pixels(image), provenance)
 
     def log_text(self, name: str, text: str, *, provenance: Provenance | None = None) -> None:
-        """Write a text at the step under way.
+        """Write a text at the current step.
 
         Raises:
-            ConfigurationError: it is no string, or no training is under way.
+            ConfigurationError: it is not a string, or no training is running.
         """
         self._log_media("log_text", name, lambda: _text(text), provenance)
 
     def log_table(
         self, name: str, table: Any, columns: Sequence[str] | None = None, *, provenance: Provenance | None = None
     ) -> None:
-        """Write a table at the step under way.
+        """Write a table at the current step.
 
         Args:
             name: of the table.
@@ -73,7 +73,7 @@ class MediaLog:
             provenance: of its values, for private runs.
 
         Raises:
-            ConfigurationError: it is no table, or no training is under way.
+            ConfigurationError: it is not a table, or no training is running.
         """
         self._log_media("log_table", name, lambda: make_table(table, columns), provenance)
 
@@ -138,7 +138,7 @@ def figure_pixels(figure: Any) -> Pixels:
 
     before = figure.canvas
     try:
-        canvas: Any = FigureCanvasAgg(figure)  # whatever backend shows the figure
+        canvas: Any = FigureCanvasAgg(figure)  # with any backend that shows the figure
         canvas.draw()
         return np.array(canvas.buffer_rgba())[..., :3]
     finally:
@@ -146,7 +146,7 @@ def figure_pixels(figure: Any) -> Pixels:
 
 
 def image_pixels(image: Any) -> Pixels:
-    """What `MediaLog.log_image` takes, as RGB pixels.
+    """The argument of `MediaLog.log_image` as RGB pixels.
 
     Raises:
         ConfigurationError: it is something else.
@@ -182,7 +182,7 @@ def _text(text: Any) -> str:
 
 
 def make_table(table: Any, columns: Sequence[str] | None = None) -> Table:
-    """What `MediaLog.log_table` takes, as a table.
+    """The argument of `MediaLog.log_table` as a table.
 
     Raises:
         ConfigurationError: it is something else.

@@ -51,7 +51,7 @@ class ProgressDisplay(ABC):
         """`done` global steps of the run's `total` (None: unknown) are done; called right before `start_epoch`."""
 
     def show_epoch(self, epoch: int, values: Mapping[str, float]) -> None:  # noqa: B027 - a bar has no table
-        """Keep what epoch `epoch` (from 0) has measured, by name, for a table; called right before `end_epoch`."""
+        """Keep the values of epoch `epoch` (from 0), by name, for a table; called right before `end_epoch`."""
 
     @abstractmethod
     def start_validation(self, key: str, total: int | None) -> None:
@@ -129,9 +129,9 @@ class RunTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The texts beside a bar, such as "14/23", "loss 1.15", "21.4 steps/s" and "0:02 left in epoch, 0:41 in all".
+    """The texts next to a bar, such as "14/23", "loss 1.15", "21.4 steps/s" and "0:02 left in epoch, 0:41 in all".
 
-    What is not known is empty.
+    Unknown texts are empty.
     """
 
     count: str
@@ -164,7 +164,7 @@ def _clock(seconds: float) -> str:
 
 
 class PacedProgress(ProgressDisplay):
-    """A display that paints as often as `pace` allows; what it paints, `paint` says."""
+    """A display that calls `paint` as often as `pace` allows."""
 
     def __init__(self, stream: QuietStream, pace: Pace) -> None:
         self.stream = stream
@@ -181,7 +181,7 @@ class PacedProgress(ProgressDisplay):
         self._times.done, self._times.total = done, total
 
     def words(self, phase: Phase, loss: float | None, *, per_cent: bool = False) -> Words:
-        """What `phase` shows beside its label."""
+        """The texts of `phase` next to its label."""
         now, training = self.pace.clock(), phase if self._training is None else self._training
         is_validation = phase.label.startswith(_VALIDATION)
         seconds = now - phase.began
@@ -273,7 +273,7 @@ class PlainProgress(PacedProgress):
 class RichProgress(PacedProgress):
     """One bar, painted by the training thread itself at most ten times a second; no thread repaints it.
 
-    While it is open, what is printed to `sys.stdout` and `sys.stderr` appears above the bar, where these are
+    While it is open, text printed to `sys.stdout` and `sys.stderr` appears above the bar, if these are
     terminals. Summaries wait for the next paint, so that many short epochs cost no more than a long one.
     """
 
@@ -331,7 +331,7 @@ class RichProgress(PacedProgress):
         return grid
 
     def _erase(self) -> None:
-        """Remove the bar from the screen, and print what waits."""
+        """Remove the bar from the screen, and print the waiting lines."""
         self._print_lines()
         self._live.stop()
 
@@ -399,7 +399,8 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
 
     `"auto"` is `"notebook"` in a kernel of Jupyter, unless a `stream` is given. Else it is `"rich"`, a bar, where
     `stream` (default: `sys.stderr`; borrowed, never closed) is a terminal that can move its cursor, and `"plain"`,
-    lines, otherwise. The bar has no colours where the environment sets NO_COLOR.
+    lines, otherwise. Builds, which set CI and keep all that a terminal gets, get lines too. The bar has no colours
+    where the environment sets NO_COLOR.
 
     Raises:
         ConfigurationError: `kind` is none of these.
@@ -412,7 +413,8 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
     stream = sys.stderr if stream is None else stream
     if kind == "auto":
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-        kind = "rich" if QuietStream(stream).isatty() and not dumb else "plain"
+        is_build = os.environ.get("CI", "").lower() not in ("", "0", "false")
+        kind = "rich" if QuietStream(stream).isatty() and not dumb and not is_build else "plain"
     if kind == "rich":
         return RichProgress(stream)
     if kind == "plain":
@@ -425,7 +427,7 @@ def build_progress(kind: str | ProgressDisplay | None = "auto", stream: TextIO |
 
 
 def format_plan_table(rows: Sequence[tuple[str, str]]) -> str:
-    """Lay out `rows` of (what, value) as two aligned columns of plain text; a value may have more lines."""
+    """Format `rows` of (label, value) as two aligned columns of plain text; a value may have more lines."""
     width = max((len(what) for what, _ in rows), default=0)
     lines = []
     for what, value in rows:

@@ -68,7 +68,7 @@ class MetricGuard:
         return True
 
     def shows(self, provenance: Provenance) -> bool:
-        """Whether what has this provenance may be written anywhere."""
+        """Whether a value of this provenance may be written anywhere."""
         return provenance is not Provenance.PRIVATE or self._shows_private
 
     def provenance_of(self, name: str) -> Provenance:

@@ -78,7 +78,7 @@ class RecordLog:
         return {"packed": torch.from_numpy(self._packed[: self._used]), "sizes": sizes, **recent}
 
     def update_state(self, state: Mapping[str, Any], metrics: int) -> None:
-        """Replace everything by what `get_state` returned for this number of metrics.
+        """Replace everything by the result of `get_state` for this number of metrics.
 
         Raises:
             KeyError, TypeError, ValueError: `state` is something else. The log is not usable then.
@@ -125,7 +125,7 @@ def _packed(arrays: Arrays) -> bytes:
 def _unpacked(chunk: bytes) -> Arrays:
     reader, size = zlib.decompressobj(), CHUNK * _RECORD_BYTES
     try:
-        data = np.frombuffer(reader.decompress(chunk, size), np.uint8)  # not more, whatever the chunk says
+        data = np.frombuffer(reader.decompress(chunk, size), np.uint8)  # not more, even if the chunk claims more
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if len(data) != size or reader.decompress(reader.unconsumed_tail, 1) or not reader.eof or reader.unused_data:

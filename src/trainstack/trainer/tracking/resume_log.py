@@ -20,7 +20,7 @@ FILE_NAME = "resumes.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """A resume and what had changed.
+    """A resume and the changes before it.
 
     Attributes:
         global_step: of the checkpoint.

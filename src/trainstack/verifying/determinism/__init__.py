@@ -1,1 +1,1 @@
-"""Whether a few training steps give the same bits twice, and what prevents it."""
+"""A test whether a few training steps give the same bits twice, with the causes if they do not."""

@@ -1,4 +1,4 @@
-"""`OperatorWatch` finds the operators of torch that may give other bits each time, on this device or on CUDA."""
+"""`OperatorWatch` finds the operators of torch that may give other bits in each run, on this device or on CUDA."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Operator(NamedTuple):
 
     Attributes:
         name: in torch's namespace `aten`.
-        place: file, line and function of the user's code that has called it first; "" in a backward pass.
+        place: file, line and function of the user's code with the first call; "" in a backward pass.
         where: the devices on which it is not deterministic.
-        setting: what makes it deterministic, or takes its place.
+        setting: the setting that makes it deterministic, or a replacement.
     """
 
     name: str
@@ -40,7 +40,7 @@ _SWITCHED = {
     "max_pool3d_with_indices_backward", "_efficient_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_flash_attention_backward",
 }  # fmt: skip
-"""Names in `aten` that have a deterministic version on CUDA, which the switch chooses. From the documentation of
+"""Names in `aten` that have a deterministic version on CUDA, which the setting selects. From the documentation of
 `torch.use_deterministic_algorithms` in torch 2.13.0; the backward passes of attention from their kernels."""
 
 _WITHOUT = {
@@ -68,15 +68,16 @@ _WITHOUT = {
     "grid_sampler_2d_backward": "", "grid_sampler_3d_backward": "",
     "cumsum": "",
 }  # fmt: skip
-"""Names that have none on CUDA, with what to write instead where there is something."""
+"""Names without a deterministic version on CUDA, with a replacement if there is one (torch 2.13.0)."""
 
 _MESSAGE = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 class OperatorWatch:
-    """A block in which the operators of forward and backward passes and of optimizers are watched.
+    """A block that observes the operators of forward and backward passes and of optimizers.
 
-    torch warns of those that are not deterministic on the device in use. Those that are not on CUDA are known by name.
+    torch warns of operators that are not deterministic on the current device. Those that are not on CUDA are known by
+    name.
 
     Attributes:
         found: by name.

@@ -1,4 +1,4 @@
-"""`DeterminismReport`, the answer of `trainstack doctor --determinism`."""
+"""`DeterminismReport`, the result of `trainstack doctor --determinism`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ HASHES = "the order of a set, or another use of hashes of text"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterminismReport:
-    """What several processes have found that trained the same steps.
+    """The results of several processes that trained the same steps.
 
     Attributes:
-        target: whose module was trained.
-        steps: how many global steps were compared; 0 if the weights at the start differ.
+        target: the target whose module was trained.
+        steps: the number of compared global steps; 0 if the initial weights differ.
         difference: the first value that differs; None if all have the same bits.
-        depends_on_hashes: whether two processes differ that hash texts differently (`PYTHONHASHSEED`), and two that
-            hash alike do not.
-        sources: calls of user code for values that no seed decides. They need not have an influence.
-        operators: operators that may give other bits each time, here or on CUDA.
+        depends_on_hashes: whether two processes with different hashes of text (`PYTHONHASHSEED`) differ, and two with
+            equal
+            hashes do not.
+        sources: calls of user code for values that no seed determines. They need not have an influence.
+        operators: operators that may give other bits in each run, here or on CUDA.
         cost: the CPU time of a step with `deterministic=True` divided by that without; None if it was not measured.
     """
 
@@ -53,7 +54,7 @@ class DeterminismReport:
         }
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as lines of text."""
         lines = [f"{self.target}: {self._verdict()}"]
         if self.depends_on_hashes:
             lines += [
@@ -62,10 +63,10 @@ class DeterminismReport:
                 "set PYTHONHASHSEED=0.",
             ]
         if self.sources:
-            lines += ["", "User code asks for values that no seed decides:"]
+            lines += ["", "User code gets values that no seed determines:"]
             lines += [f"  {one.place}: {one.called}. Remedy: {one.remedy}." for one in self.sources]
         if self.operators:
-            lines += ["", "Operators that may give other bits each time:"]
+            lines += ["", "Operators that may give other bits in each run:"]
             lines += [f"  {self._about(one)}" for one in self.operators]
         if self.cost is not None:
             lines += ["", f"{SWITCH} takes {self.cost:.2f} times the CPU time of a step here."]

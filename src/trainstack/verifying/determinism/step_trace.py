@@ -1,4 +1,4 @@
-"""`trace_steps` trains a few steps and records digests of all that they compute, in the order of computation."""
+"""`trace_steps` trains a few steps and records digests of all computed values, in the order of computation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Entry(NamedTuple):
 
     Attributes:
         step: the global step, counted from 1; 0 for the start.
-        quantity: `"weights at the start"`, `"weights between steps"` (what hooks have changed since the optimizer
-            moved), `"random state"`, `"data"`, `"forward"`, `"loss"`, `"backward"` or `"optimizer"`.
-        name: of the module or parameter; "" where there is one value.
+        quantity: `"weights at the start"`, `"weights between steps"` (changes by hooks after the optimizer step),
+            `"random
+            state"`, `"data"`, `"forward"`, `"loss"`, `"backward"` or `"optimizer"`.
+        name: of the submodule or parameter; "" if there is only one value.
         digest: of the bits.
     """
 
@@ -36,7 +37,7 @@ class Entry(NamedTuple):
 
 
 class _Tracer(Callback):
-    """Records entries at the events of a step, and what the parts of the module return."""
+    """Records entries at the events of a step, and the outputs of submodules."""
 
     expects_all_events = False
 
@@ -69,7 +70,7 @@ class _Tracer(Callback):
         self.entries.append(Entry(self._step, "random state", "", hash_value(capture_rng(trainer.device))))
 
     def after_forward(self, name: str, outputs: Any) -> None:
-        """A part of the module has returned `outputs` in training."""
+        """Record `outputs`, which a submodule has returned in training."""
         tensors = [one for one in tensors_in(outputs) if isinstance(one, Tensor)]
         if tensors:
             self._add("forward", {name: tensors})
@@ -83,7 +84,7 @@ class _Tracer(Callback):
 
 
 def steps_alone(args: TrainerArguments, steps: int) -> TrainerArguments:
-    """`args` for `steps` global steps that write nothing, and neither validate nor resume."""
+    """`args` for `steps` global steps that write nothing, do not validate and do not resume."""
     return replace(
         args,
         fast_dev_run=steps,
@@ -97,14 +98,14 @@ def steps_alone(args: TrainerArguments, steps: int) -> TrainerArguments:
 
 
 def trace_steps(module: ModuleInterface, args: TrainerArguments, steps: int) -> list[Entry]:
-    """Train `module` for `steps` global steps; the digests of what they have computed, in order.
+    """Train `module` for `steps` global steps. Returns the digests of the computed values, in order.
 
-    Outputs are those of the parts of the module, by the name of the part. Each entry reads the device.
+    Outputs are those of submodules, by their names. Each entry reads the device.
 
     Args:
         module: a new one.
-        args: as for a training, of one process.
-        steps: how many; fewer if the data has fewer.
+        args: for a training in one process.
+        steps: the number of steps; fewer if the data has fewer.
     """
     tracer = _Tracer(module)
     with _hooked(module, tracer):
@@ -130,7 +131,7 @@ def _hooked(module: nn.Module, tracer: _Tracer) -> Iterator[None]:
 
 
 def first_difference(one: Sequence[Entry], other: Sequence[Entry]) -> Entry | None:
-    """The first entry of `one` that `other` does not have at its place; None if the traces are the same."""
+    """The first entry of `one` that differs from the entry of `other` at its place; None if the traces are equal."""
     for mine, theirs in zip(one, other, strict=False):
         if mine != theirs:
             return mine

@@ -1,4 +1,4 @@
-"""`SourceWatch` finds user code that asks for values which no seed decides: the time, or numbers of the system."""
+"""`SourceWatch` finds user code that gets values that no seed determines: the time, or random numbers of the system."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Source(NamedTuple):
     """A call of user code.
 
     Attributes:
-        called: what it has called, in words.
+        called: the called function, as text.
         place: file, line and function of the user's code.
-        remedy: what to write instead.
+        remedy: the code to write instead.
     """
 
     called: str
@@ -42,11 +42,11 @@ _CLOCKS: frozenset[Any] = frozenset(
     if hasattr(time, f"{name}{unit}")
 )
 _PASSED_ON = frozenset({random.__file__, secrets.__file__, os.path.join(os.path.dirname(random.__file__), "uuid.py")})
-"""Files of Python that user code calls for numbers of the system."""
+"""Files of Python through which user code gets random numbers of the system."""
 
 
 class SourceWatch:
-    """A block in which calls of user code on this thread are watched; in nested calls of the library as well.
+    """A block that observes the calls of user code in this thread, including nested calls of the library.
 
     Attributes:
         found: the sources, each once, in the order of their first call.
@@ -81,7 +81,7 @@ class SourceWatch:
     def _note(self, frame: FrameType | None, called: str, remedy: str) -> None:
         while frame is not None and frame.f_code.co_filename in _PASSED_ON:
             frame = frame.f_back
-        if frame is None or not self.is_of_user(frame.f_code):  # such as the time of a line in a log
+        if frame is None or not self.is_of_user(frame.f_code):  # a call of a library, such as the time of a log line
             return
         self.found[Source(called, describe_place(frame), remedy)] = None
 
@@ -93,7 +93,7 @@ class SourceWatch:
 
 
 def _describe(called: Any) -> tuple[str, str] | None:
-    """What a built-in function gives that no seed decides, and what to write instead; None for others."""
+    """The value of a built-in function that no seed determines, and a remedy; None for other functions."""
     if called is os.urandom:
         return "random numbers of the operating system (os.urandom)", _SEED
     name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
@@ -110,5 +110,5 @@ def _describe(called: Any) -> tuple[str, str] | None:
 def describe_place(frame: FrameType) -> str:
     """File, line and function of a frame."""
     code = frame.f_code
-    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one
+    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has only `co_name`
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {name}"

@@ -1,4 +1,4 @@
-"""`watch_steps` trains a few steps once and finds what may prevent the same bits; `measure_cost` measures a remedy."""
+"""`watch_steps` trains a few steps and finds obstacles to equal bits; `measure_cost` measures a remedy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainstack.verifying.determinism.step_trace import steps_alone
 from trainstack.verifying.determinism.user_sources import Source, SourceWatch
 
 MakeModule = Callable[[], ModuleInterface]
-_ROUNDS = 3
+_ROUNDS = 3  # the least of three excludes most disturbances by other processes
 
 
 def watch_steps(
     make_module: MakeModule, args: TrainerArguments, steps: int
 ) -> tuple[Sequence[Source], Sequence[Operator]]:
-    """What user code asks for that no seed decides, and the operators of the steps that may not be deterministic.
+    """The values without a seed that user code gets, and the operators of the steps that may not be deterministic.
 
-    Nothing is compiled, so that each operator is seen. The making of the module is watched as well.
+    Nothing is compiled, so that each operator is seen. The construction of the module is observed too.
     """
     sources = SourceWatch()
     seed_everything(args.seed)
@@ -52,14 +52,14 @@ class _Timer(Callback):
 def measure_cost(make_module: MakeModule, args: TrainerArguments, steps: int) -> float:
     """The CPU time of a step with deterministic operations, divided by that without: the least of several rounds.
 
-    An accelerator works beside the CPU, so there the ratio says nothing about its time.
+    An accelerator works in parallel to the CPU, so there the ratio does not show its time.
     """
     least = {False: float("inf"), True: float("inf")}
     for _ in range(_ROUNDS):
         for is_on in least:
             timer = _Timer()
             seed_everything(args.seed)
-            # Operators without a deterministic version are to be warned of, not to end the measurement.
+            # "warn", because operators without a deterministic version must not end the measurement
             alone = replace(steps_alone(args, steps), deterministic="warn" if is_on else False)
             Trainer(make_module(), alone, callbacks=[timer]).train()
             least[is_on] = min(least[is_on], *timer.times)

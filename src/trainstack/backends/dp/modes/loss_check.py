@@ -102,8 +102,8 @@ class LossCheck:
         fits = fits & ((slope - (weights * slopes).sum()).abs() <= TOLERANCE * steep)
         if not bool(fits):
             raise PrivacyError(
-                "the batch loss is not the mean of the losses of its records, so that clipping does not bound what "
-                "one record changes. Write grad_mode='auto', or return one loss for each record that depends on no "
+                "the batch loss is not the mean of the losses of its records, so clipping does not bound the "
+                "influence of a record. Write grad_mode='auto', or return one loss for each record that depends on no "
                 "other record."
             )
         return losses

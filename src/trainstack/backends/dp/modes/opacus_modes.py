@@ -100,8 +100,8 @@ def norms_alone(check: LossCheck, hooks: Any, run: Run, batch: Any) -> Tensor:
 
 def _wrong_gradient(name: str) -> PrivacyError:
     return PrivacyError(
-        f"opacus' hooks give a wrong gradient for {name}: that of a record is another one by autograd, so that "
-        "clipping does not bound what one record changes. Write grad_mode='auto'."
+        f"opacus' hooks give a wrong gradient for {name}: autograd gives another one for a record, so "
+        "clipping does not bound the influence of a record. Write grad_mode='auto'."
     )
 
 

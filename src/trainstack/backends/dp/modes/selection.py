@@ -263,7 +263,7 @@ class ModeVerifier:
                 "Something in train_step behaves otherwise under torch.func.vmap, such as a hook or a branch on "
                 "requires_grad. Write grad_mode='loop', or remove it."
                 if mode.one_by_one
-                else "Either the loss is no plain mean over records (it is normalised over the batch, or compares "
+                else "Either the loss is not a plain mean over records (it is normalised over the batch, or compares "
                 "records), or a layer mixes them, or the parameter is used outside of its layer. Write "
                 "grad_mode='auto'."
             )

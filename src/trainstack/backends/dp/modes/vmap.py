@@ -140,8 +140,8 @@ class OneItem(Sequence[Any]):
 
 def _refuse_read(place: str) -> NoReturn:
     raise Unsupported(
-        f"train_step reads {place}, which holds no tensors, so that vmap cannot vectorise it. Remove it from the "
-        "result of collate_fn, encode it as a tensor, or write grad_mode='loop'."
+        f"train_step reads {place}, which holds no tensors, so vmap cannot vectorise it. Remove it from the "
+        "batches of collate_fn, encode it as a tensor, or write grad_mode='loop'."
     )
 
 

@@ -21,7 +21,7 @@ _FIRST, _SHARE = 16, 0.002
 steps may take."""
 
 NOT_REPEATABLE = "records that the data set keeps for other samples: samples are not the same when fetched again"
-OTHER_SAMPLES = "what the data set changes between epochs: a record has other samples than in the epoch before"
+OTHER_SAMPLES = "changes of the data set between epochs: a record has other samples than in the epoch before"
 _LEARNS = (
     "the data set or collate_fn gives another sample for the same record than before: it keeps something of the "
     "records between, which carries them into the gradients of others. Let a sample depend on one record alone, "

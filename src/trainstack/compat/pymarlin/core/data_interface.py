@@ -39,8 +39,8 @@ class DataProcessor(ABC):
     def multi_process_data(self, *args: Any, process_count: int = 1) -> list[Any]:
         """Call `process` once for each item of the lists among `args`, in `process_count` worker processes.
 
-        Lists are first divided by machine: machine k of n gets every n-th part. An argument that is no list, and a
-        list of one item, goes to each call.
+        Lists are first divided by machine: machine k of n gets every n-th part. An argument that is not a list, or is a
+        list of one item, is passed to each call.
 
         Returns:
             The results of the calls in order. Lists, data sets and other iterables are joined to one list.

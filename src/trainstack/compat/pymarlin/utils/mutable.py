@@ -9,7 +9,7 @@ from trainstack.errors import ConfigurationError
 
 
 class Mutable:
-    """Mixin before a frozen dataclass: a field may be assigned, and all checks are made anew."""
+    """Mixin before a frozen dataclass: fields can be assigned, and each assignment repeats all checks."""
 
     _in_use: bool = False
 
@@ -17,10 +17,10 @@ class Mutable:
         """Assign a field.
 
         Raises:
-            ConfigurationError: no field is called so, the value is wrong, or a trainer was made of the arguments.
+            ConfigurationError: there is no such field, the value is wrong, or a trainer already uses these arguments.
         """
         kind = type(self).__name__
-        if name not in vars(self):  # attributes beside the fields, where PyMarlin has more of them
+        if name not in vars(self):  # an attribute that is not a field, which only PyMarlin has
             check_known_fields(type(self), [name], kind)
         if self._in_use:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""`run.json`, the facts of a run besides its metrics."""
+"""`run.json`, the facts of a run except its metrics."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class RunFacts:
 
     Attributes:
         name: of the module's class.
-        backend, device: what it runs on.
+        backend, device: of the run.
         private: whether the training loss is not shown, because the run is private and adds no noise to it.
         monitor: the metric that tells how good the weights are.
         arguments: `TrainerArguments.to_dict()`.
-        plan: rows of (what, value).
+        plan: rows of (label, value).
         stack: the text of `explain`.
         model: rows of (submodule, class, parameters, those of them that are trained).
-        environment: rows of (what, version or name).
+        environment: rows of (label, version or name).
         checkpoints: the folder of checkpoints; None if the run has none.
         sessions: from the first to the newest.
         privacy: the privacy statement in words, once one was made.
@@ -83,7 +83,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, directory: Path) -> RunFacts:
-        """What `write` wrote.
+        """Read the result of `write`.
 
         Raises:
             FileNotFoundError: there is no `run.json` in `directory`.
@@ -101,7 +101,7 @@ class RunFacts:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             why = " ".join(str(getattr(error, "strerror", None) or error).split())[:_LONGEST_REASON]
-            raise ConfigurationError(f"{file} is not what a run has written: {why}. Delete it.") from error
+            raise ConfigurationError(f"{file} is not the file of a run: {why}. Delete it.") from error
 
 
 _MOST_BYTES = 1 << 28
@@ -144,7 +144,7 @@ def _is_deep(values: Any) -> bool:
 
 
 def _checked(facts: RunFacts) -> RunFacts:
-    """`facts`, if everything in them is what the page expects.
+    """`facts`, if all values are of the types that the page expects.
 
     Raises:
         ValueError: something is not.
@@ -173,7 +173,7 @@ def record_interruption(directory: Path, name: str, reason: str) -> None:
     Args:
         directory: of the logs.
         name: of the module's class, where the run has left nothing yet.
-        reason: what ended it.
+        reason: of its end.
 
     Raises:
         ConfigurationError: `run.json` is there and was not written by a run.

@@ -36,7 +36,7 @@ def join_markup(*children: object) -> Markup:
 
 
 def table(columns: tuple[str, ...], rows: object, *, class_: str | None = None) -> Markup:
-    """A table of `rows`, each a sequence of cells, that scrolls by itself where it is too wide."""
+    """A table of `rows`, each a sequence of cells, that scrolls on its side if it is too wide."""
     head = tag("thead", tag("tr", *(tag("th", column) for column in columns))) if any(columns) else None
     body = tag("tbody", *(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))  # type: ignore[attr-defined]
     return tag("div", tag("table", head, body), class_=f"scroll {class_ or ''}".strip())

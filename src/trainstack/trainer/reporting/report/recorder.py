@@ -37,7 +37,7 @@ class RunRecorder:
         facts: of the run; its sessions are added here.
         device: whose memory is looked at.
         resume_step: as for `RunInfo`.
-        compiled: what `compile` has compiled, asked at the end.
+        compiled: the graphs of `compile`, read at the end.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunRecorder:
             status, reason: as for `Session`.
             privacy: the privacy statement in words.
         """
-        # The page is drawn once a run; what draws it would delay the first step of every run.
+        # The page is drawn once a run; importing its modules here would delay the first step of every run.
         from trainstack.trainer.reporting.report.page import page_of
         from trainstack.trainer.reporting.report.runs import ReportedRun, checkpoints_of
 
@@ -149,6 +149,12 @@ def optimizer_rows(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
     return rows
 
 
+def _sample_rows(plan: TrainingPlan) -> list[tuple[str, str]]:
+    if plan.is_sampled or plan.samples_per_epoch is None:  # the length of a private data set is not public
+        return []
+    return [("samples", f"{plan.samples_per_epoch:,} per epoch")]
+
+
 def begin_recording(
     context: RunContext, plan: TrainingPlan, optimizers: Iterable[Optimizer], resume_step: int | None
 ) -> RunRecorder:
@@ -163,7 +169,7 @@ def begin_recording(
         private=stack.is_private and not any("loss" in layer.released_metrics for layer in stack.layers()),
         monitor=args.placed_checkpointer_args.monitor,
         arguments=to_jsonable(args.to_dict()),
-        plan=(*plan.rows(), *optimizer_rows(optimizers)),
+        plan=(*_sample_rows(plan), *plan.rows(), *optimizer_rows(optimizers)),
         stack=stack.explain(),
         model=model_rows(context.module),
         environment=environment_rows(device, context.world.size),

@@ -25,7 +25,7 @@ _SECRET = ("train/loss", "train/loss_epoch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedRun:
-    """What a report shows of one run.
+    """The content of a report for one run.
 
     Attributes:
         label: tells it from other runs.
@@ -52,7 +52,7 @@ class ReportedRun:
 
 
 def read_run(directory: Path, label: str) -> ReportedRun:
-    """Read what a run has written into `directory`, its `output_dir`; also while it is under way.
+    """Read the files of a run in `directory`, its `output_dir`, also while it trains.
 
     Raises:
         ConfigurationError: neither metrics nor `run.json` are there, or they were not written by a run.
@@ -75,7 +75,7 @@ def read_run(directory: Path, label: str) -> ReportedRun:
 
 
 def checkpoints_of(facts: RunFacts, directory: Path) -> list[CheckpointInfo]:
-    """The checkpoints of a run where they were written, or beside its logs if the folder was moved; oldest first.
+    """The checkpoints of a run where they were written, or next to its logs if the folder was moved; oldest first.
 
     Those that an earlier run has left there are not among them.
     """
@@ -89,7 +89,7 @@ def checkpoints_of(facts: RunFacts, directory: Path) -> list[CheckpointInfo]:
 
 
 def _seconds(created: str) -> float:
-    """Seconds since 1970; 0 for what is no time, as in a manifest that somebody has written by hand."""
+    """Seconds since 1970; 0 for an invalid time, as in a manifest that was edited by hand."""
     try:
         return datetime.fromisoformat(created).timestamp()
     except (ValueError, TypeError, OverflowError):

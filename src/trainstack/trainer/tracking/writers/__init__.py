@@ -85,7 +85,7 @@ def unregister_writer(name: str) -> None:
 
 
 def check_writers(names_or_writers: Sequence[str | Writer]) -> None:
-    """Refuse what `build_writers` cannot make, before any package is imported for it.
+    """Refuse writers that `build_writers` cannot make, before any package is imported for it.
 
     Raises:
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.

@@ -18,7 +18,7 @@ class RunInfo:
 
     Args:
         resume_step: None for a fresh run; otherwise the run continues after that global step.
-        records: gives the records that the run has made before, in order of arrival: what the writer was given up to
+        records: gives the records that the run has made before, in order of arrival: those that the writer got up to
             `resume_step`. None for a fresh run.
         log_dir: where the run's logs lie; it need not exist yet.
         config: arguments, plan and backend of the run, and the `hyperparameters` of the module, in values that JSON
@@ -34,17 +34,17 @@ class RunInfo:
 class Writer(ABC):
     """Takes the records of a run to one place, such as a file. Only `write` has to be defined.
 
-    The trainer calls `open` once, `write` at log points with what is new, `text` with a summary now and then,
+    The trainer calls `open` once, `write` at log points with new records, `text` with a summary now and then,
     and `end` and `close` at the end, also after an error; all on the main process, and never from a loader's worker.
-    What `open` raises ends the run before it begins. What the others raise is said once, and the writer is left out
-    from then on: training goes on without it.
+    An error of `open` ends the run before it begins. An error of another method is logged once, and training
+    continues without the writer.
 
     `log_image`, `log_text`, `log_table` and `log_artifact` are called by the methods of the same names of the trainer
     and the module. A writer defines those that it can write.
 
     Attributes:
         slow: True for a writer that talks over a network: after `open` a thread calls it.
-        artifacts: the checkpoint that `log_artifact` gets at the end of a run that was not interrupted, beside the
+        artifacts: the checkpoint that `log_artifact` gets at the end of a run that was not interrupted, apart from the
             export of the model.
     """
 
@@ -54,17 +54,17 @@ class Writer(ABC):
     def open(self, run: RunInfo) -> None:  # noqa: B027 - a writer may have nothing to prepare
         """Get ready to write.
 
-        When a fresh run begins (`run.resume_step` is None), what another run wrote is kept, never overwritten. When a
-        run continues, afterwards exactly `run.records()` is there: what was written for later steps is cut off, since
-        those steps will be run and written again, and what is missing is written again.
+        When a fresh run begins (`run.resume_step` is None), files of another run are kept, never overwritten. When a
+        run continues, afterwards exactly `run.records()` is there: records of later steps are cut off, because
+        those steps will be run and written again, and missing records are written again.
         """
 
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Write `records`, so that they survive if the process dies right after."""
 
-    def sync(self) -> None:  # noqa: B027 - a service keeps what it was sent
-        """Force what was written to the disk. Called before a checkpoint is written."""
+    def sync(self) -> None:  # noqa: B027 - a service keeps received records
+        """Force the written records to the disk. Called before a checkpoint is written."""
 
     def text(self, line: str) -> None:  # noqa: B027 - most writers have no use for summaries
         """Write a summary of one line; by default it is left out."""

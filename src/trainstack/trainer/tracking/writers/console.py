@@ -90,7 +90,7 @@ _POLLS_PER_SECOND = 40  # four for each paint of the bar, which is painted at mo
 _LONGEST_STRIDE = 128
 _SHARE_OF_TIME = 0.01
 _LONGEST_PAUSE_S = 1.0
-_LEAST_PAUSES = 10.0  # of what a paint takes: on a terminal that takes a second for each, a tenth of the time
+_LEAST_PAUSES = 10.0  # times the time of a paint: on a terminal that takes a second for each, a tenth of the time
 _PAINTS_REMEMBERED = 5  # one paint in which the process lost the processor does not stop the bar for seconds
 
 
@@ -98,7 +98,7 @@ class Pace:
     """Names the step of the next poll (`next_poll`) and says at a poll whether painting is due.
 
     Two paints lie at least `interval` seconds apart, and so far that painting takes at most 1 % of the time, by the
-    median of the last five paints; but not more than a second, or ten times what a paint takes if that is longer.
+    median of the last five paints; but not more than a second, or ten times the time of a paint if that is longer.
     `clock` returns seconds. `due_at_once` makes the first poll paint; otherwise it waits for `interval`.
     """
 
@@ -137,7 +137,7 @@ class Pace:
 
     @contextmanager
     def painting(self) -> Iterator[None]:
-        """Time what is painted inside, and put off the next paint accordingly."""
+        """Measure the time of the paint inside, and delay the next paint accordingly."""
         start = self.clock()
         try:
             yield
@@ -155,7 +155,7 @@ class StdoutWriter(Writer):
 
     The line of an epoch is a row of a table on a terminal, and `key=value` pairs elsewhere.
 
-    `stream` defaults to what `sys.stdout` is at the time of a line; it is borrowed and never closed. A stream
+    `stream` defaults to the `sys.stdout` at the time of a line; it is borrowed and never closed. A stream
     that is gone (`train.py | head`) does not end the training.
     """
 

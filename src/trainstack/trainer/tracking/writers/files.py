@@ -50,8 +50,8 @@ class RowWriter(Writer):
     """Writes one row a record, in the format of its class.
 
     The history in a checkpoint is the truth, and the file is a view of it. When a run is resumed, the file is cut off
-    after the rows of the checkpoint. Where one of these is missing or damaged, the file is written anew, which the log
-    says. A file outside the folder of the run may be another run's: a fresh run renames it aside first, to
+    after the rows of the checkpoint. Where one of these is missing or damaged, the file is written again, which the log
+    says. A file outside the folder of the run may be another run's: a fresh run renames it first, to
     `metrics.1.csv`, `metrics.2.csv` and so on; so does a resumed run with a file of another format.
     """
 
@@ -138,7 +138,7 @@ class RowWriter(Writer):
         return file
 
     def _matching_size(self, file: BinaryIO, run: RunInfo) -> int | None:
-        """How many bytes at the beginning of `file` are what the run has written; None if any of them is not."""
+        """The number of bytes at the beginning of `file` with the records of the run; None if one differs."""
         size = 0
         for piece in self._pieces(run):
             if file.read(len(piece)) != piece:
@@ -216,7 +216,7 @@ class CsvFormat:
 class CsvWriter(RowWriter):
     """Writes `step,epoch,name,value`, one row a record, in UTF-8; `float(value)` gives the recorded bits.
 
-    `RowWriter` says what becomes of a file that is there already.
+    See `RowWriter` for a file that exists already.
     """
 
     format: ClassVar[RowFormat] = CsvFormat()
@@ -242,7 +242,7 @@ class JsonLinesFormat:
         return json.dumps(fields) + "\n"
 
     def is_ours(self, first: bytes) -> bool:
-        """Whether `first` is a record, or what a crash left of one."""
+        """Whether `first` is a record, or the part of one that a crash left."""
         return first.startswith(b'{"name": ') or not first.endswith(b"\n")
 
     def record(self, row: bytes) -> Record | None:
@@ -257,7 +257,7 @@ class JsonLinesFormat:
 class JsonLinesWriter(RowWriter):
     """Writes one JSON object a record.
 
-    `RowWriter` says what becomes of a file that is there already.
+    See `RowWriter` for a file that exists already.
     """
 
     format: ClassVar[RowFormat] = JsonLinesFormat()
@@ -269,7 +269,7 @@ _FORMATS: dict[str, RowFormat] = {".csv": CsvFormat(), ".jsonl": JsonLinesFormat
 def read_history(path: str | PathLike[str]) -> RunHistory:
     """The records in a `metrics.csv` or `metrics.jsonl`, or in a folder that has one of them, as a history.
 
-    A row that a crash left half written, or that somebody wrote in by hand, is passed over.
+    A row that a crash left half written, or that was inserted by hand, is skipped.
 
     Raises:
         ConfigurationError: there is no such file, or it is of another format.

@@ -37,7 +37,7 @@ class BackgroundWriter(Writer):
         self._done = 0
 
     def open(self, run: RunInfo) -> None:
-        """Open the writer, and raise what it raises."""
+        """Open the writer, and raise its error."""
         self.writer.open(run)
         self._thread = threading.Thread(
             target=self._work, name=f"trainstack: {type(self.writer).__name__}", daemon=True
@@ -131,7 +131,7 @@ class WriterGroup(Writer):
 
     One that raises once it is open is closed and left out from then on, after `say` was given a sentence about it.
     In a process that was forked after `open`, such as a loader's worker, nothing is written. `check` is called before
-    each call of the writers; what it raises, because the run is another process's by now, is raised here.
+    each call of the writers; its error, if the run belongs to another process by now, is raised here.
     """
 
     writers: list[BackgroundWriter | Writer]
@@ -166,7 +166,7 @@ class WriterGroup(Writer):
             self._all("write", lambda writer: writer.write(records))
 
     def sync(self) -> None:
-        """Let all writers force what they have written to the disk."""
+        """Let all writers force their records to the disk."""
         self._all("sync", lambda writer: writer.sync())
 
     def text(self, line: str) -> None:
@@ -181,7 +181,7 @@ class WriterGroup(Writer):
             self._without_taker.remove(kind)
             self._say(
                 f"{kind}({name!r}, ...): no writer of this run takes {_MEDIA[kind]}, so it is not written. Add one to "
-                "writers, such as 'tensorboard' or 'mlflow'; docs/writers.md shows who takes what."
+                "writers, such as 'tensorboard' or 'mlflow'; docs/writers.md lists the content that each writer takes."
             )
         self._all(kind, lambda writer: getattr(writer, kind)(name, *content))
 
@@ -219,7 +219,7 @@ class WriterGroup(Writer):
                 self.writers.remove(writer)
                 self._say(
                     f"{_name(writer)}.{what}() failed: {type(error).__name__}: {error}. This writer gets nothing more; "
-                    "training goes on, and trainer.history has every value."
+                    "training continues, and trainer.history has every value."
                 )
                 with suppress(Exception):
                     writer.close()

@@ -181,8 +181,8 @@ class CometWriter(Tracker):
     Args:
         own_run: see `Tracker`.
         artifacts: see `Tracker`.
-        options: of `comet_ml.start`, such as `project_name`, `online=False`, `experiment_config`. What is left out
-            comes from Comet's environment variables, such as COMET_API_KEY and COMET_START_ONLINE.
+        options: of `comet_ml.start`, such as `project_name`, `online=False`, `experiment_config`. Omitted options
+            come from Comet's environment variables, such as COMET_API_KEY and COMET_START_ONLINE.
     """
 
     package: ClassVar[str] = "comet_ml"
@@ -276,7 +276,7 @@ class DvcliveWriter(Tracker):
         return str(found.dir)
 
     def start(self, run: RunInfo, known: str | None) -> str:
-        """Make a `Live`, which goes on in the folder `known`."""
+        """Make a `Live`, which continues in the folder `known`."""
         from dvclive import Live  # type: ignore[import-not-found, unused-ignore]
 
         own = {"dir": known or str(run.log_dir / "dvclive"), "resume": known is not None}

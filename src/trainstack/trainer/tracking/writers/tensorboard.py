@@ -41,7 +41,7 @@ def event_files(directory: Path) -> list[Path]:
 class TensorBoardWriter(Writer):
     """Writes scalars (float32, as TensorBoard keeps them), images, texts and tables to event files.
 
-    Backend, arguments, plan and the module's hyperparameters are shown under HPARAMS beside the last values of the
+    Backend, arguments, plan and the module's hyperparameters are shown under HPARAMS next to the last values of the
     metrics, with the status of the run.
 
     The files are in `directory`. A fresh run into a directory outside its own folder that has event files goes to a new
@@ -209,7 +209,7 @@ class TensorBoardWriter(Writer):
             )
 
     def _cut_off(self, files: Sequence[Path], run: RunInfo) -> bool:
-        """Remove what follows the points of the run's records; False if one of these is not there as it was written."""
+        """Remove points after those of the run's records; False if one of these is missing or has changed."""
         expected = chain(run.records(), [None])
         record, last = next(expected), -1 if run.resume_step is None else run.resume_step
         later = list(files)
@@ -259,7 +259,7 @@ class TensorBoardWriter(Writer):
 
 
 def _media_of(event: Any) -> str | None:
-    """The tag of an image, a text or hyperparameters; None for a scalar, and for what is no summary."""
+    """The tag of an image, a text or hyperparameters; None for a scalar, and for data that is not a summary."""
     values = list(event.summary.value) if event.HasField("summary") else []
     return values[0].tag if len(values) == 1 and values[0].WhichOneof("value") != "simple_value" else None
 

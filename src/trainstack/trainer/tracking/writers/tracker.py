@@ -1,4 +1,4 @@
-"""`Tracker`, what the writers for tracking services share."""
+"""`Tracker`, the base of the writers for tracking services."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tracker(Writer):
 
     Args:
         own_run: make a run even if one is open already.
-        artifacts: the checkpoint that is uploaded at the end, beside the exported model: "last", "best" or "none". A
+        artifacts: the checkpoint that is uploaded at the end with the exported model: "last", "best" or "none". A
             run that is interrupted by a signal uploads nothing.
     """
 
@@ -43,7 +43,7 @@ class Tracker(Writer):
     def __init__(self, *, own_run: bool = False, artifacts: Artifacts = "none") -> None:
         """Raises MissingExtraError without the package; it is imported when the run begins."""
         spec = importlib.util.find_spec(self.package)
-        if spec is None or spec.origin is None:  # a folder of that name, such as wandb leaves behind, is no package
+        if spec is None or spec.origin is None:  # a folder of that name, such as wandb leaves behind, is not a package
             raise MissingExtraError(f"the writer {self.extra!r}", self.package, self.extra)
         if artifacts not in get_args(Artifacts):
             raise ConfigurationError(f"artifacts={artifacts!r}: write 'last', 'best' or 'none'.")
@@ -51,7 +51,7 @@ class Tracker(Writer):
         self._status: tuple[str, str | None] = ("finished", None)
 
     def open(self, run: RunInfo) -> None:
-        """Begin a run, use one that is open, or go on with the one that the resumed training belongs to.
+        """Begin a run, use one that is open, or continue the one that the resumed training belongs to.
 
         Raises:
             ConfigurationError: the training belongs to another run than the one that is open.
@@ -64,7 +64,7 @@ class Tracker(Writer):
             run_name = self.start(run, known) if found is None else self.adopt(found, run)
         except Exception as error:
             if known is not None:
-                annotate(error, f"this would have gone on with run {known!r}; delete {file} to begin a new one")
+                annotate(error, f"this would have continued run {known!r}; delete {file} to begin a new one")
             raise
         if found is not None and known not in (None, run_name):
             raise ConfigurationError(
@@ -83,10 +83,10 @@ class Tracker(Writer):
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> str:
-        """Begin a run, or continue the run `known`; returns by what it will be known, "" where nothing is continued."""
+        """Begin a run, or continue the run `known`; returns its name for a resume, "" if nothing can be continued."""
 
     def adopt(self, found: Any, run: RunInfo) -> str:
-        """Use the open run `found`; returns by what it will be known."""
+        """Use the open run `found`; returns its name for a resume."""
         raise NotImplementedError
 
     def end(self, status: str, reason: str | None) -> None:
@@ -94,7 +94,7 @@ class Tracker(Writer):
         self._status = status, reason
 
     def close(self) -> None:
-        """Finish the run with its status: what is on its way is sent. A run that was open before stays open."""
+        """Finish the run with its status: pending records are sent. A run that was open before stays open."""
         run, self._run = self._run, None
         if run is not None and not self._is_borrowed:
             self.finish(run, *self._status)
@@ -129,6 +129,6 @@ def _read(file: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         run = None
     if not isinstance(run, str):
-        RunLogger().warning(f"{file} does not say which run to go on with: a new run begins there.")
+        RunLogger().warning(f"{file} does not say which run to continue: a new run begins there.")
         return None
     return run

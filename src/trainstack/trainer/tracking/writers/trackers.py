@@ -45,7 +45,7 @@ class MlflowWriter(Tracker):
     character that MLflow does not take in a name becomes `_`. If two names become equal, the second one ends in `_2`.
 
     Args:
-        tracking_uri: of the server; by default what MLflow's own settings say, such as MLFLOW_TRACKING_URI.
+        tracking_uri: of the server; by default that of MLflow's settings, such as MLFLOW_TRACKING_URI.
         experiment: its name, made where there is none; by default MLFLOW_EXPERIMENT_NAME, or "Default".
         run_name: of a new run.
         own_run: see `Tracker`.
@@ -240,8 +240,8 @@ class WandbWriter(Tracker):
     Args:
         own_run: see `Tracker`.
         artifacts: see `Tracker`.
-        options: of `wandb.init`, such as `project`, `entity`, `name`, `tags`, `mode="offline"`. What is left out
-            comes from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE. They do not change a run
+        options: of `wandb.init`, such as `project`, `entity`, `name`, `tags`, `mode="offline"`. Omitted options
+            come from wandb's environment variables, such as WANDB_PROJECT and WANDB_MODE. They do not change a run
             that is open already.
     """
 

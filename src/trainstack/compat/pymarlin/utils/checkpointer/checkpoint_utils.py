@@ -57,7 +57,7 @@ class DefaultCheckpointerArguments(Mutable, ts.DefaultCheckpointerArguments):
 class DefaultCheckpointer(ts.DefaultCheckpointer):
     """`trainstack.DefaultCheckpointer` with PyMarlin's `get_latest_file`.
 
-    Where `load_dir` has no checkpoint, the run starts afresh, as in PyMarlin, and the log says so.
+    If `load_dir` has no checkpoint, a new run starts, as in PyMarlin, with a warning in the log.
     """
 
     def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
@@ -66,7 +66,7 @@ class DefaultCheckpointer(ts.DefaultCheckpointer):
         except CheckpointNotFoundError as error:
             if resume or self.args.load_filename or not self.args.load_dir:
                 raise
-            _log.warning(f"{error} The run starts afresh.")
+            _log.warning(f"{error} A new run starts.")
             return Checkpoint()
 
     @staticmethod

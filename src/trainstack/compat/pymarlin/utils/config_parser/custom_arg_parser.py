@@ -98,9 +98,9 @@ def _params(text: str) -> Mapping[str, Any]:
     try:
         params = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"--params {text!r} is no JSON: {error}. Write '{{\"--tr.epochs\": 4}}'.") from None
+        raise ConfigurationError(f"--params {text!r} is not JSON: {error}. Write '{{\"--tr.epochs\": 4}}'.") from None
     if not isinstance(params, dict):
-        raise ConfigurationError(f"--params {text!r} is no JSON object. Write '{{\"--tr.epochs\": 4}}'.")
+        raise ConfigurationError(f"--params {text!r} is not a JSON object. Write '{{\"--tr.epochs\": 4}}'.")
     return params
 
 

@@ -44,11 +44,11 @@ class StatInitArguments(Mutable, StatsArguments):
 
 
 class BasicStats:
-    """Takes metrics and records them as `self.log` of the module does that the newest trainer trains.
+    """Records metrics in the same way as `self.log` of the module that the newest trainer trains.
 
-    Each value is recorded at the global step under way, whether `frequent` or not. A name of the trainer's own, such as
-    "lr" or "train/loss", is recorded with "stats/" before it. Without a trainer nothing is recorded, and the log says
-    so once.
+    Each value is recorded at the current global step, whether `frequent` or not. A name that the trainer uses itself,
+    such as "lr" or "train/loss", gets the prefix "stats/". Without a trainer nothing is recorded, with one warning in
+    the log.
 
     Args:
         args: as in PyMarlin. Not used: the trainer has them.
@@ -101,7 +101,7 @@ class BasicStats:
         self._leave_out("update_embedding")
 
     def log_args(self, args: Any) -> None:
-        """Not needed: the arguments of the run are written beside its logs; the log says so once."""
+        """Not needed: the arguments of the run are written to the folder of its logs. Logged once."""
         self._leave_out("log_args")
 
     def log_model(self, step: int, model: Any, force: bool = False, grad_scale: float = 1) -> None:

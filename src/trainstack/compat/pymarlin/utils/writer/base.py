@@ -21,7 +21,7 @@ class WriterInitArguments(Mutable, WriterArguments):
         tb_log_dir: relative to the current folder, or to `tb_logpath_parent_env`. A run after the first one writes to a
             folder in there, such as `run-1`; PyMarlin deletes the files of the first.
         tb_logpath_parent_env: the environment variable that names the folder above.
-        tb_log_multi: of TensorBoard's `add_scalars`; values of `update_multi` are scalars of their own here.
+        tb_log_multi: of TensorBoard's `add_scalars`; values of `update_multi` are recorded as separate scalars.
         tb_log_hist_steps: of histograms, which the history does not record.
         model_log_level: of `log_model`, which the history does not record.
     """
