@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: demo test test-fast test-long test-pythons coverage check wheel release bench bench-private bench-peers conformance conformance-peers clients kills campaign two-jobs launchers hostile attacks differential dp-table docs lock clean help
+.PHONY: demo test test-fast test-long test-pythons coverage check wheel release bench bench-private bench-peers conformance conformance-peers clients kills campaign mutants two-jobs launchers hostile attacks differential dp-table docs lock clean help
 
 demo: $(VENV)/.stamp ## half a minute: train, kill and resume, replay, use two processes, and train privately
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -99,6 +99,9 @@ attacks: $(VENV)/.stamp ## attack private training through 54 kinds of user code
 
 campaign: $(VENV)/.stamp ## kill modules that keep state in many places, 120 times
 	$(BIN)/python -m tools.kills.campaign $(ARGS)
+
+mutants: $(VENV)/.stamp ## change 200 places of the source at random and count the changes that tests detect; continues after a kill; ARGS="--list"
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 differential: $(VENV)/.stamp ## compare random trainings with a plain loop, bit by bit; ARGS="--cases 500 --seed 3"
 	$(BIN)/python -m tools.differential $(ARGS)

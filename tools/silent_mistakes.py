@@ -276,7 +276,7 @@ CASES = (
     Mistake("a network in eval mode", "had trainable parameters in eval mode", lambda: Base().eval()),
     Mistake(
         "a loss that is a sum, with micro-batches",
-        "seems to return a sum over samples, and a step is split into 2 parts",
+        "seems to return a sum over samples, and a step averages the losses of its 2 parts",
         module(**step(lambda mine, batch: functional.cross_entropy(mine.net(batch[0]), batch[1], reduction="sum"))),
         SPLIT,
     ),
@@ -295,12 +295,12 @@ CASES = (
     ),
     Mistake(
         "a slip in the name of a hook",
-        "is no hook and is never called by the trainer. Did you mean 'on_end_val_epoch'?",
+        "is not a hook and is never called by the trainer. Did you mean 'on_end_val_epoch'?",
         module(on_end_validation_epoch=lambda self: None),
     ),
     Mistake(
         "a slip in the name of val_step",
-        "there is no val_step: did you mean that?",
+        "Did you mean 'val_step'? Without it, training does not validate.",
         module(validation_step=lambda self, batch: None, val_step=ts.ModuleInterface.val_step,
                get_val_dataloaders=ts.ModuleInterface.get_val_dataloaders),
     ),

@@ -123,6 +123,7 @@ ON_HOST = {
     "checkpointing/encoding.py": 1,  # a name
     "checkpointing/pretrained/matching.py": 1,  # tensors of a file
     "sklearn/estimators.py": 1,  # behind .cpu()
+    "trainer/module_checks.py": 1,  # a name
 }
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from trainstack.checkpointing import (
     write_model,
 )
 from trainstack.checkpointing.checksums import CHUNK_BYTES, digest
-from trainstack.checkpointing.verification import read_back
+from trainstack.checkpointing.verification import rank_count, read_back
 from trainstack.checkpointing.writing import Payload, commit, pack
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, ConfigurationError
 
@@ -125,6 +126,24 @@ def test_the_number_of_ranks_comes_back(tmp_path: Path, ranks: list[dict[str, An
     path = write_checkpoint(replace(make_checkpoint(1), rank_states=ranks), tmp_path, "a")
     verify_checkpoint(path)
     assert read_checkpoint(path).rank_states == ranks
+
+
+@pytest.mark.parametrize(
+    ("count", "files"),
+    [
+        (None, ["rank-00000.json"]),
+        (None, ["rank-00000.safetensors"]),
+        (1, []),
+        (2, ["rank-00000.json"]),
+        (1, ["rank-00001.json"]),
+        (1, ["rank-00000.json", "rank-00001.safetensors"]),
+        (True, ["rank-00000.json"]),
+    ],
+)
+def test_files_of_other_ranks_than_those_of_the_tree_are_damage(count: Any, files: list[str]) -> None:
+    content: Any = SimpleNamespace(files=dict.fromkeys(files))
+    with pytest.raises(CheckpointDamagedError, match="the manifest lists the states of"):
+        rank_count(Path("a"), content, {"rank_states": count})
 
 
 def test_tensors_of_a_module_and_a_rank_with_one_name_are_distinguished(tmp_path: Path) -> None:

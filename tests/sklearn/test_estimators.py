@@ -70,7 +70,7 @@ def test_mistakes_are_refused() -> None:
         TrainstackClassifier(lambda features, classes: "network").fit(X, LABELS)
     with pytest.raises(ConfigurationError, match="Write epochs"):
         TrainstackClassifier(trainer_args={"max_epochs": 3}).fit(X, LABELS)
-    with pytest.raises(ConfigurationError, match=r"maps 2 rows to outputs of shape \(2,\), and \(2, 1\) is needed"):
+    with pytest.raises(ConfigurationError, match=r"maps 2 rows to outputs of shape \(2,\), but \(2, 1\) is needed"):
         TrainstackRegressor(lambda features, _: nn.Sequential(nn.Linear(features, 1), nn.Flatten(0))).fit(X, X[:, 0])
     with pytest.raises(ConfigurationError, match="Let its last layer have 2 outputs"):
         TrainstackClassifier(lambda features, _: nn.Linear(features, 5)).fit(X, LABELS)

@@ -390,6 +390,18 @@ def test_frozen_batch_norms_leave_their_statistics_alone_unless_told_otherwise(t
     assert mean(running_statistics=False) > 0.0
 
 
+def test_frozen_batch_norms_keep_their_statistics_if_the_module_calls_train_in_each_epoch(tmp_path: Path) -> None:
+    class CallsTrain(Classifier):
+        def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+            self.train()
+
+    module = CallsTrain()
+    module.net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    ts.Trainer(module, arguments(tmp_path, epochs=2), callbacks=[cb.Freezer("net.0")]).train()
+
+    assert torch.equal(module.net[0].running_mean, torch.zeros(6))  # type: ignore[arg-type]
+
+
 def test_a_freezer_whose_name_fits_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Freezer\('head'\).*net\.0\.weight"):
         trained(tmp_path, Classifier(), cb.Freezer("head"))

@@ -68,6 +68,31 @@ def test_training_continues_after_an_interruption(tmp_path: Path) -> None:
     assert torch.equal(weights(module), weights(unbroken))
 
 
+@pytest.mark.parametrize("form", [tuple, dict])
+def test_an_interrupted_step_gives_each_sample_to_the_end_of_the_epoch_once(form: type, tmp_path: Path) -> None:
+    class Collects(Classifier):
+        calls = 0
+        seen: Any = None
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.calls += 1
+            if self.calls == 4:  # the second micro-batch of the second step
+                raise KeyboardInterrupt
+            loss = super().train_step(global_step, batch, device)
+            return (loss, batch[0]) if form is tuple else {"loss": loss, "x": batch[0]}
+
+        def on_end_train_epoch(self, global_step: int, *outputs: Any) -> None:
+            self.seen = outputs[0]["x"] if form is dict else outputs[1]
+
+    module = Collects(numbers(16))
+    trainer = ts.Trainer(module, arguments(tmp_path, train_batch_size=8, gpu_batch_size_limit=4))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+
+    assert sorted(module.seen.tolist()) == sorted(numbers(16).tensors[0].tolist())
+
+
 def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
     alone = train(Classifier(), tmp_path / "alone", epochs=2)
     one = ts.Trainer(Classifier(), arguments(tmp_path / "one", epochs=2))

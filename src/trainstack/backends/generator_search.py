@@ -243,13 +243,7 @@ class _Search:
                 yield from self._generators_in("global ", _attributes(sys.modules.get(scope)))
 
     def _of_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            try:
-                yield f"({name})", cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-        yield from ((f"(default {position})", item) for position, item in enumerate(function.__defaults__ or ()))
-        yield from ((f"({name}=)", item) for name, item in (function.__kwdefaults__ or {}).items())
+        yield from held_by_function(function)
         yield from self._globals_named(function.__code__, function.__globals__, "global ")
 
     def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
@@ -259,7 +253,7 @@ class _Search:
                 continue
             self._seen[id(base)] = base
             for name, item in list(vars(base).items()):
-                yield from ((f".{name}", function) for function in _functions_of(item))
+                yield from ((f".{name}", function) for function in functions_of(item))
                 yield from self._one_level(f".{name}", item)
 
     def _globals_named(self, code: CodeType, variables: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -346,7 +340,18 @@ def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             ahead += [(f"{path}.{name}", child) for name, child in reversed(children.items()) if child is not None]
 
 
-def _functions_of(member: Any) -> list[Any]:
+def held_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The values in the closure and the defaults of a function, with labels. Its attributes are not among them."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"({name})", cell.cell_contents
+        except ValueError:  # the cell is empty
+            continue
+    yield from ((f"(default {position})", item) for position, item in enumerate(function.__defaults__ or ()))
+    yield from ((f"({name}=)", item) for name, item in (function.__kwdefaults__ or {}).items())
+
+
+def functions_of(member: Any) -> list[Any]:
     """The functions behind a member of a class."""
     kind = type(member)
     if kind is FunctionType:

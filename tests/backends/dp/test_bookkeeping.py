@@ -108,6 +108,20 @@ class CrossAttention(nn.Module):
         return self.attend(x, x.flip(1), x, need_weights=False)[0]
 
 
+class AttentionWeights(nn.Module):
+    """Attention with a mask of padding, whose weights are an output as well."""
+
+    def __init__(self, average: bool) -> None:
+        super().__init__()
+        self.attend, self.average = nn.MultiheadAttention(4, 2, batch_first=True), average
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = x[:, :, 1] > 1.0
+        padded[:, 0] = False
+        mixed, found = self.attend(x, x, x, key_padding_mask=padded, average_attn_weights=self.average)
+        return torch.cat([mixed.flatten(1), found.flatten(1)], 1)
+
+
 LAYERS: dict[str, tuple[Any, Any]] = {
     "linear": (lambda: nn.Linear(4, 3), lambda n: torch.randn(n, 4)),
     "linear without bias": (lambda: nn.Linear(4, 3, bias=False), lambda n: torch.randn(n, 4)),
@@ -148,6 +162,8 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "self-attention": (lambda: Encoder(batch_first=True), lambda n: torch.randn(n, 6, 4)),
     "self-attention, positions first": (lambda: Encoder(batch_first=False), lambda n: torch.randn(n, 6, 4)),
     "attention to another sequence": (CrossAttention, lambda n: torch.randn(n, 6, 4)),
+    "attention and its mean weights": (lambda: AttentionWeights(average=True), lambda n: torch.randn(n, 6, 4)),
+    "attention and the weights of each head": (lambda: AttentionWeights(average=False), lambda n: torch.randn(n, 6, 4)),
     "positions that all records share": (Positions, lambda n: torch.randn(n, 6, 4)),
     "positions first": (TimeFirst, lambda n: torch.randn(n, 6, 4)),
     "class token": (ClassToken, lambda n: torch.randn(n, 6, 4)),

@@ -319,6 +319,21 @@ def test_a_ledger_that_could_not_be_settled_is_used_again(tmp_path: Path, monkey
     assert sum(SpendLedger(path).runs().values()) >= charges
 
 
+def test_a_run_that_returns_to_its_first_ledger_charges_it_again(tmp_path: Path) -> None:
+    def moved(path: Path) -> dict[str, str]:
+        ledger = SpendLedger(path)
+        ledger.runs()  # reads the file
+        return ledger.moved
+
+    first, second = tmp_path / "a", tmp_path / "b"
+    SpendLedger(first).charge("r", SIGMA, Q)
+    SpendLedger(second).carry_from(SpendLedger(first), "r")
+    assert (moved(first), moved(second)) == ({"r": str(second)}, {})
+
+    SpendLedger(first).carry_from(SpendLedger(second), "r")
+    assert (moved(first), moved(second)) == ({}, {"r": str(first)})
+
+
 # --- stores
 
 

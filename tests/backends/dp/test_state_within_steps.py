@@ -251,6 +251,17 @@ def test_a_snapshot_puts_back_values_and_contents() -> None:
     assert snapshot.changed() == {("", "large")}  # which is too large for a copy
 
 
+def test_a_snapshot_removes_new_attributes_of_a_class_without_data() -> None:
+    class Empty(nn.Module):
+        pass
+
+    snapshot = Snapshot(Empty())
+    Empty.mean = 1.0  # type: ignore[assignment]
+    assert {key for _, key in snapshot.changed()} == {"mean"}
+    snapshot.restore()
+    assert not hasattr(Empty, "mean")
+
+
 def test_a_weight_that_a_layer_of_torch_computes_in_each_pass_does_not_count_as_kept(tmp_path: Any) -> None:
     class Normed(Net):
         alpha = 1.0

@@ -248,7 +248,7 @@ class TestInterfaces:
     ) -> None:
         with pytest.raises(
             ts.ConfigurationError,
-            match=r"leads to 127.0.1.1.*Set GLOO_SOCKET_IFNAME .*lo 127.0.0.1, eth0 10.77.0.1, eth1 10.78.0.1",
+            match=r"resolves to 127.0.1.1.*Set GLOO_SOCKET_IFNAME .*lo 127.0.0.1, eth0 10.77.0.1, eth1 10.78.0.1",
         ):
             self.choose(monkeypatch, "127.0.1.1", "")
 

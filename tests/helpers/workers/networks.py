@@ -120,7 +120,7 @@ def cut_off(how: str, timeout_s: float, sleep_s: float = 60.0) -> Any:
 
 
 def stop_requests(steps: int) -> Any:
-    """How often a rank looks in the store for a request to stop."""
+    """How often a rank looks in the store for a request to stop, in training and in validation."""
     from trainstack.backends.processes.communicator import GroupCommunicator
 
     looks, find = [], GroupCommunicator.get_if_all
@@ -132,9 +132,8 @@ def stop_requests(steps: int) -> Any:
 
     GroupCommunicator.get_if_all = counted  # type: ignore[method-assign]
     try:
-        trainer = ts.Trainer(
-            Classifier(numbers(2 * steps)), arguments("unused", backend="ddp", train_batch_size=2, epochs=1)
-        )
+        options: dict[str, Any] = {"backend": "ddp", "train_batch_size": 2, "val_batch_size": 2, "epochs": 1}
+        trainer = ts.Trainer(Classifier(numbers(2 * steps), validate=True), arguments("unused", **options))
         start = time.monotonic()
         trainer.train()
         seconds = time.monotonic() - start

@@ -90,9 +90,27 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4)
 
 
+class Polyak(torch.optim.SGD):
+    """Gradient descent with the step size of Polyak: the loss over the squared norm of the gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        loss = closure()
+        rate = 0.1 * loss / sum(p.grad.square().sum() for p in group["params"])
+        with torch.no_grad():
+            for p in group["params"]:
+                p -= rate * p.grad
+
+
 def trained(kind: str, **changes: Any) -> list[float]:
     """The weights after two epochs."""
-    module: Points = {"turns": InTurns, "rounds": lambda: InTurns(3), "lbfgs": lambda: Regression(lbfgs)}[kind]()
+    kinds: dict[str, Callable[[], Points]] = {
+        "turns": InTurns,
+        "rounds": lambda: InTurns(3),
+        "lbfgs": lambda: Regression(lbfgs),
+        "polyak": lambda: Regression(Polyak, yields=True),
+    }
+    module = kinds[kind]()
     values = {"epochs": 2, "train_batch_size": 8, "clip_grads": False, **changes}
     trainer = ts.Trainer(module, arguments("unused", **values))
     trainer.train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,61 @@ def in_default(value: float, kept: list[float] = [0.0]) -> float:  # noqa: B006
     return in_container(kept, 0, value)
 
 
+def in_keyword_default(value: float, *, kept: list[float] = [0.0]) -> float:  # noqa: B006
+    return in_container(kept, 0, value)
+
+
+def in_function_attribute() -> Callable[[float], float]:
+    def largest(value: float) -> float:
+        largest.kept = max(getattr(largest, "kept", 0.0), value)  # type: ignore[attr-defined]
+        return float(largest.kept)  # type: ignore[attr-defined]
+
+    return largest
+
+
+def in_empty_cell() -> Callable[[float], float]:
+    def largest(value: float) -> float:
+        nonlocal kept
+        try:
+            kept = max(kept, value)
+        except NameError:
+            kept = value
+        return kept
+
+    if False:
+        kept = 0.0
+    return largest
+
+
+class MethodDefault:
+    def __call__(self, value: float, *, kept: list[float] = [0.0]) -> float:  # noqa: B006
+        return in_container(kept, 0, value)
+
+
+class ClassAttribute:
+    @classmethod
+    def largest(cls, value: float) -> float:
+        cls.kept = max(getattr(cls, "kept", 0.0), value)  # type: ignore[attr-defined]
+        return float(cls.kept)  # type: ignore[attr-defined]
+
+    def __call__(self, value: float) -> float:
+        return self.largest(value)
+
+
+class DictWithAttribute(dict[str, float]):
+    kept: Any = 0.0
+    __call__ = Attribute.__call__
+
+
+def of_library_object(value: float, *, holder: SimpleNamespace) -> float:
+    return float(holder.largest(value))
+
+
+def with_builtin_method(value: float, *, append: Callable[[float], None]) -> float:
+    append(value)
+    return float(max(append.__self__))  # type: ignore[attr-defined]
+
+
 KEEPERS: dict[str, Callable[[], Callable[[float], float]]] = {
     "attribute": Attribute,
     "slot": Slots,
@@ -111,6 +167,15 @@ KEEPERS: dict[str, Callable[[], Callable[[float], float]]] = {
     "closure": in_closure,
     "default": lambda: in_default,
     "method": lambda: Attribute().__call__,
+    "keyword default": lambda: in_keyword_default,
+    "default of a method": MethodDefault,
+    "function attribute": in_function_attribute,
+    "empty cell": in_empty_cell,
+    "class method": lambda: ClassAttribute.largest,
+    "new class attribute": ClassAttribute,
+    "attribute of a container": DictWithAttribute,
+    "function in a library object": lambda: partial(of_library_object, holder=SimpleNamespace(largest=in_closure())),
+    "method of a list": lambda: partial(with_builtin_method, append=[0.0].append),
 }
 
 
@@ -138,6 +203,16 @@ def test_a_batch_does_not_depend_on_those_before(workers: int) -> None:
     loader = DataLoader(Keeps(float), collate_fn=SumsUp(), num_workers=workers)
     fetcher = Fetcher(loader, 0, one_by_one=True)
     assert [list(batch) for batch in fetcher.batches(0, [torch.tensor([1]), torch.tensor([2])])] == [[3.0], [5.0]]
+
+
+def adds_count(samples: list[Tensor], *, kept: list[int] = []) -> Tensor:  # noqa: B006
+    kept.append(len(samples))
+    return torch.stack(samples) + sum(kept)
+
+
+def test_a_batch_does_not_depend_on_keyword_defaults() -> None:
+    fetcher = Fetcher(DataLoader(Keeps(float), collate_fn=adds_count), 0, one_by_one=True)
+    assert [fetcher.load(0, torch.tensor([1])).item() for _ in range(3)] == [3.0, 3.0, 3.0]
 
 
 class Reuses(Dataset[Any]):

@@ -122,6 +122,17 @@ def collate(samples: list[float]) -> Any:
     return type(get_worker_info().dataset).__name__, torch.tensor(samples)  # type: ignore[union-attr]
 
 
+def test_overfitting_keeps_the_workers_of_a_persistent_loader() -> None:
+    subset, loader = (
+        OverfitSubset(2, 2, seed=0, version=0),
+        DataLoader(Scaled(), 2, num_workers=1, persistent_workers=True),
+    )
+    limited = subset.of(loader, 1)
+    assert limited.persistent_workers
+    assert Fetcher(limited, 0).serves(subset.of(loader, 1))
+    assert not subset.of(DataLoader(Scaled(), 2, num_workers=1), 1).persistent_workers
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("overfit", [False, True])
 def test_workers_have_the_dataset_of_the_user(overfit: bool) -> None:

@@ -39,6 +39,38 @@ def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
         Classifier().batch_weight(((torch.zeros(3, 4), torch.zeros(3, 5)), (1, 2)))
 
 
+@pytest.mark.parametrize(
+    "outputs_of",
+    [
+        lambda step: torch.full((2,), float(step)),
+        lambda step: (torch.full((2,), float(step)), {"x": torch.full((1, 2), step), "y": [f"text {step}"]}),
+        lambda step: {"loss": torch.tensor(float(step)), "name": f"text {step}"},
+    ],
+    ids=["tensor", "tuple", "dict"],
+)
+def test_outputs_of_an_interrupted_step_are_removed_from_every_structure(outputs_of: Any) -> None:
+    interrupted, expected = ts.OutputCollector(), ts.OutputCollector()
+    for step in (0, 1, 2):  # the first micro-batches of step 1 end, then it raises
+        interrupted.collect(outputs_of(step))
+        if step == 0:
+            interrupted.mark()
+    interrupted.back_to_mark()
+    for collector, steps in ((interrupted, (1, 2)), (expected, (0, 1, 2))):
+        for step in steps:
+            collector.collect(outputs_of(step))
+
+    assert describe(interrupted.all_outputs) == describe(expected.all_outputs)
+
+
+def describe(outputs: Any) -> Any:
+    """Outputs with lists instead of tensors, so that `==` compares them."""
+    if isinstance(outputs, dict):
+        return {key: describe(value) for key, value in outputs.items()}
+    if isinstance(outputs, list):
+        return [describe(value) for value in outputs]
+    return outputs.tolist() if isinstance(outputs, torch.Tensor) else outputs
+
+
 def test_collected_outputs_hold_the_returned_values_and_no_more() -> None:
     collector = ts.OutputCollector()
     base = torch.zeros(1000, 1000)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,31 @@ def test_trainers_in_a_job_give_signals_back_in_any_order(tmp_path: Path, monkey
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "the program ignores it"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     del second
+
+
+@pytest.mark.parametrize("ended", ["first", "second"])
+@pytest.mark.parametrize("how", ["closed", "collected", "collected in a thread"])
+def test_a_trainer_keeps_its_handlers_after_the_end_of_another(
+    ended: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    trainers = {name: trainer_of(Signalled(), tmp_path / name) for name in ("first", "second")}
+    end = trainers.pop(ended)
+    if how == "closed":
+        end.close()
+    del end
+    if how == "collected in a thread":
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL, "the signal would kill the process"
+    with pytest.raises(ts.Preempted, match=r"stopped by SIGUSR1 outside of train\(\)"):
+        send(signal.SIGUSR1)()
+    ((left, trainer),) = trainers.items()
+    assert newest_session(tmp_path / left) == "interrupted"
+    trainer.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 @pytest.mark.distributed

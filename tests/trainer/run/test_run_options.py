@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import trainstack as ts
 from tests.helpers.modules import CLASSES, FEATURES, Classifier, Noisy, arguments, numbers, train, weights
@@ -97,6 +98,15 @@ class TestOverfitting:
 
     def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
         assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
+
+    def test_a_last_batch_that_is_not_full_is_dropped_on_request(self, tmp_path: Path) -> None:
+        class Full(Counting):
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                return DataLoader(self.dataset, batch_size, sampler=sampler(self.dataset), drop_last=True)
+
+        module = Full()
+        assert train(module, tmp_path, overfit_batches=9).plan.steps_per_epoch == 5
+        assert {len(batch) for batch in module.trained} == {8}
 
     def test_the_first_batches_of_a_loader_with_its_own_order_are_kept(self, tmp_path: Path) -> None:
         class Lists(Counting):

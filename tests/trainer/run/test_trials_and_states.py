@@ -16,6 +16,7 @@ from tests.helpers.beginnings import begun, unlike
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from trainstack.checkpointing.difference import differences
 from trainstack.trainer.core.state_tree import OldState, copied, with_old_values
+from trainstack.trainer.data.dataset_snapshot import DatasetSnapshot
 
 TRIALS: dict[str, dict[str, Any]] = {
     "fit_micro_batch": {"fit_micro_batch": True},
@@ -253,3 +254,13 @@ def test_trials_restore_the_plain_attributes_of_datasets(
     assert vars(tried_out.dataset.dataset)["count"] == vars(plain.dataset.dataset)["count"]
     names = "dataset.dataset.count, dataset.dataset.last, dataset.dataset.sums"
     assert caplog.text.count(f"changed attributes of datasets: {names}. They keep the new values") == 1
+
+
+def test_large_nested_data_of_a_dataset_is_not_searched_completely() -> None:
+    module = Classifier(numbers(4))
+    module.dataset.rows = [[[0.0] * 1000] * 1000] * 1000  # the search of so many items would take minutes
+    module.dataset.count = 0
+    snapshot = DatasetSnapshot(module)
+    module.dataset.count = 1
+    assert snapshot.restore() == []
+    assert module.dataset.count == 0

@@ -76,7 +76,7 @@ def test_each_update_is_clipped_over_its_own_parameters(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(module), in_turns_by_hand(limit=0.05), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["rounds", "lbfgs"])
+@pytest.mark.parametrize("kind", ["rounds", "lbfgs", "polyak"])
 @pytest.mark.distributed
 def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
     alone = torch.tensor(updates.trained(kind))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,6 +20,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, dict, set, deque, tuple, frozenset)
 _INERT = (Tensor, np.ndarray, nn.Module, Dataset, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 """If a dataset has attributes of these classes or generators, its other attributes can still be restored."""
+_ITEMS = SMALL
+"""The largest number of keys and values in a container, at all levels together, because each has at least a byte. More
+items are data, and a search of them would take long."""
 
 
 class DatasetSnapshot:
@@ -81,11 +85,18 @@ def _is_small(value: Any) -> bool:
     return is_data and size_of(value) <= SMALL
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:  # deeper containers are data, or contain themselves
-    if type(value) in _CONTAINERS and len(value) <= SMALL and depth:
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        return all(_is_plain(item, depth - 1) for item in items)
-    return isinstance(value, (*_PLAIN, Tensor, np.ndarray))
+def _is_plain(value: Any) -> bool:
+    """Whether `value` consists of plain values, tensors and arrays, at most `_ITEMS` together."""
+    items = list(islice(_items_in(value, 4), _ITEMS + 1))  # deeper containers are data, or contain themselves
+    return len(items) <= _ITEMS and all(isinstance(item, (*_PLAIN, Tensor, np.ndarray)) for item in items)
+
+
+def _items_in(value: Any, depth: int) -> Iterator[Any]:
+    if type(value) in _CONTAINERS and depth:
+        for item in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from _items_in(item, depth - 1)
+    else:
+        yield value
 
 
 def _fill(value: Any, kept: Any) -> Any:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from functools import partial
 from itertools import chain
 from operator import is_
-from types import CellType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainstack.backends.dp.sealed.object_attributes import ClassAttributes, attributes_of
-from trainstack.backends.generator_search import is_of_user
+from trainstack.backends.dp.sealed.object_attributes import ClassAttributes, own_attributes_of
+from trainstack.backends.generator_search import functions_of, held_by_function, is_of_user
 
 _ITEMS, _OBJECTS = 100, 200
 """The largest numbers of items of a container, and of objects and containers, that are searched. More are data."""
@@ -26,15 +26,17 @@ arrays are compared for each sample, so only smaller ones are copied."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _LISTS, _CONTAINERS = (list, deque, set), (list, deque, set, dict, tuple)
+_CALLABLES = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _ABSENT = object()
 
 
 class KeptNumbers:
-    """A snapshot of the numbers in attributes of objects, in containers and in closures.
+    """A snapshot of the numbers in attributes of objects, classes and functions, in containers, closures and defaults.
 
     A running maximum that a dataset updates in `__getitem__` would make a sample depend on earlier samples. The search
-    follows the objects that user's objects hold, such as transforms. It does not restore lazily opened files, lazily
-    loaded arrays and caches in dicts, and does not see global variables and attributes of library objects.
+    follows the objects and functions that user's objects and library objects hold, such as transforms. It does not
+    restore lazily opened files, lazily loaded arrays and caches in dicts, and does not see global variables and
+    attributes of library objects.
 
     Args:
         roots: the objects to search, such as a dataset.
@@ -62,26 +64,28 @@ class KeptNumbers:
         if isinstance(value, Tensor | np.ndarray):
             self._add_numbers(value)
         elif isinstance(value, _CONTAINERS):
+            if is_of_user(type(value)):  # a subclass of the user, with attributes
+                yield from self._look_into_object(value)
             if len(value) <= _ITEMS:
                 yield from self._look_into(value)
         elif isinstance(value, FunctionType):
-            for cell in value.__closure__ or ():
-                if (held := _content(cell)) is not _ABSENT:
-                    self._cells.append((cell, held))
-                    yield held
-            yield from value.__defaults__ or ()
-        elif isinstance(value, MethodType):
-            yield from (value.__self__, value.__func__)
+            self._cells += [(cell, _content(cell)) for cell in value.__closure__ or ()]
+            yield from (held for _, held in held_by_function(value))
+            yield from self._add_attributes(vars(value), vars(value))
+        elif isinstance(value, MethodType | BuiltinFunctionType):
+            if not isinstance(value.__self__, ModuleType):
+                yield from (value.__self__, getattr(value, "__func__", None))
         elif isinstance(value, partial):
             yield from (value.func, value.args, value.keywords)
+        elif isinstance(value, type):
+            if is_of_user(value):
+                yield from self._look_into_class(value)
         elif is_of_user(type(value)) or isinstance(value, nn.Module):
-            for _, owner, held in attributes_of("", value):
-                live = vars(owner) if isinstance(held, ClassAttributes) else held
-                self._mappings.append((live, held, dict(held), True))
-                yield from held.values()
-        else:  # an object of a library, which may hold objects of the user
+            yield from self._look_into_object(value)
+        else:  # an object of a library, which may hold objects and functions of the user
             found = [*getattr(value, "__dict__", {}).values()]
-            yield from (one for one in found if isinstance(one, (*_CONTAINERS, Dataset)) or is_of_user(type(one)))
+            kinds = (*_CONTAINERS, *_CALLABLES, Dataset)
+            yield from (one for one in found if isinstance(one, kinds) or is_of_user(type(one)))
 
     def _look_into(self, value: Any) -> Iterator[Any]:
         if isinstance(value, dict):
@@ -91,6 +95,23 @@ class KeptNumbers:
         if isinstance(value, _LISTS):
             self._lists.append((value, tuple(value)))
         yield from value
+
+    def _look_into_object(self, value: Any) -> Iterator[Any]:
+        yield type(value)  # searched last, because the number of objects is limited
+        for *_, held in own_attributes_of("", value):
+            yield from self._add_attributes(held, held)
+
+    def _look_into_class(self, kind: type) -> Iterator[Any]:
+        yield from kind.__bases__
+        for function in chain.from_iterable(map(functions_of, [*vars(kind).values()])):
+            if isinstance(function, FunctionType) and _may_keep(function):
+                yield function
+        yield from self._add_attributes(vars(kind), ClassAttributes(kind))
+
+    def _add_attributes(self, live: Any, held: MutableMapping[str, Any]) -> Iterable[Any]:
+        before = dict(held)
+        self._mappings.append((live, held, before, True))
+        return before.values()
 
     def _add_numbers(self, value: Any) -> None:
         if value.nbytes > min(self._left, _TENSOR if isinstance(value, Tensor) else _ARRAY):
@@ -115,7 +136,11 @@ class KeptNumbers:
             self._restore_containers()
         for cell, number in self._cells:
             now = _content(cell)
-            if now is not number and _is_kept(number, now):
+            if now is number or not _is_kept(number, now):
+                continue
+            if number is _ABSENT:
+                del cell.cell_contents
+            else:
                 cell.cell_contents = number
         tensors = [place for place, (tensor, version, _) in enumerate(self._tensors) if tensor._version != version]
         arrays = [(array, content) for array, content in self._arrays if array.tobytes() != content]
@@ -135,6 +160,12 @@ class KeptNumbers:
         for value, items in self._lists:
             if len(value) != len(items) or not all(map(is_, value, items)):
                 _restore_list(value, items)
+
+
+def _may_keep(method: FunctionType) -> bool:
+    """Whether a method can keep values. Defaults of most methods are plain numbers, and a search would take long."""
+    defaults = (*(method.__defaults__ or ()), *(method.__kwdefaults__ or {}).values())
+    return method.__closure__ is not None or not all(isinstance(one, _SCALARS) for one in defaults)
 
 
 def _content(cell: CellType) -> Any:

@@ -35,6 +35,7 @@ class OverfitSubset:
     def __init__(self, number: int, global_batch: int, seed: int, version: int) -> None:
         self._number, self._global_batch, self._order = number, global_batch, {"seed": seed, "version": version}
         self._subset: PartOfDataset | None = None
+        self._latest: tuple[Any, DataLoader[Any]] | None = None  # a loader, and its limited loader
         self._kept: KeptBatches | None = None
 
     def of(self, loader: Any, batches: int) -> Any:
@@ -50,18 +51,23 @@ class OverfitSubset:
                 self._kept = KeptBatches(deepcopy(batch) for batch in islice(loader, self._number * batches))
                 self._kept.collate_fn = getattr(loader, "collate_fn", None)
             return self._kept
+        if self._latest is not None and self._latest[0] is loader:  # a new loader would start new workers
+            return self._latest[1]
         if self._subset is None or self._subset.dataset is not loader.dataset:
             order = order_of(loader, global_batch=self._global_batch, micro_batch=1, **self._order)
             self._subset = PartOfDataset(loader.dataset, order.first(self._number * self._global_batch))
-        return like(loader, self._subset, loader.batch_size)
+        options = {"drop_last": loader.drop_last, "persistent_workers": loader.persistent_workers}
+        limited = like(loader, self._subset, loader.batch_size, **options)
+        self._latest = loader, limited
+        return limited
 
 
-def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None) -> DataLoader[Any]:
-    """A loader over `dataset` that loads and collates as `loader` does."""
+def like(loader: DataLoader[Any], dataset: Any, batch_size: int | None, **options: Any) -> DataLoader[Any]:
+    """A loader over `dataset` that loads and collates as `loader` does, with other `options` of `DataLoader`."""
     mine = loader.sampler
     sampler: Any = (SequentialSampler if isinstance(mine, SequentialSampler) else RandomSampler)(dataset)
     if isinstance(mine, LengthGroupedSampler):
         lengths = mine.lengths if dataset is loader.dataset else mine.lengths[dataset.indices]
         sampler = LengthGroupedSampler(lengths, window=mine.window)
-    options = {"sampler": sampler, "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
+    options |= {"sampler": sampler, "worker_init_fn": loader.worker_init_fn, **loading_options(loader)}
     return DataLoader(dataset, batch_size=batch_size, **options)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -120,8 +121,11 @@ def _digest(item: Any, value: int, whole: bool, depth: int) -> int:
         value = zlib.crc32(f"{item.shape}{item.dtype}".encode(), value)
         step = 1 if whole else -(-item.size // _SAMPLED_ELEMENTS) or 1
         return zlib.crc32(np.ascontiguousarray(item.reshape(-1)[::step]).view(np.uint8).data, value)
-    if item is None or isinstance(item, str | bytes | int | float | complex | np.generic):
-        return zlib.crc32(item if isinstance(item, bytes) else f"{item!r}".encode(), value)
+    if item is None or isinstance(item, str | bytes | bytearray | int | float | complex | range | np.generic):
+        return zlib.crc32(item if isinstance(item, bytes | bytearray) else f"{item!r}".encode(), value)
+    if isinstance(item, Set):  # the order of its items may differ between processes
+        items = sorted(_digest(part, 0, whole, depth + 1) for part in item) if depth < 8 else []
+        return zlib.crc32(f"{type(item).__name__}{items}".encode(), value)
     if depth < 8:  # limits the recursion in containers that contain themselves
         for part in _parts(item):
             value = _digest(part, value, whole, depth + 1)
@@ -135,7 +139,7 @@ def _parts(item: Any) -> Iterator[Any]:
     elif isinstance(item, Mapping):
         for pair in item.items():
             yield from pair
-    elif isinstance(item, list | tuple):
+    elif isinstance(item, list | tuple | deque):
         yield from item
     elif is_dataclass(item) and not isinstance(item, type):
         yield from (getattr(item, field.name, None) for field in fields(item))

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainstack.backends import Communicator
+from trainstack.backends.generator_search import is_of_user
+from trainstack.trainer.core.state_tree import copied, same
 
 # torchmetrics 1.9.0: the functions behind dist_reduce_fx, by name
 _KINDS = {"dim_zero_sum": "sum", "dim_zero_max": "max", "dim_zero_min": "min", "dim_zero_cat": "cat"}
+_PLAIN = (str, int, float, list, tuple, dict, set, frozenset, deque, Tensor, np.ndarray, Enum, type(None))
 _OF_EACH_UPDATE = {"_update_count", "_computed"}
 
 
 def kinds_of_states(metric: Any) -> dict[str, str] | None:
     """The reduction of each state of `metric`; None if the merge would not give the same bits as one process.
 
-    torchmetrics declares the reductions. A metric that contains other metrics is not merged.
+    torchmetrics declares the reductions. A metric that contains other metrics is not merged, nor one with an object of
+    a class of the user, because an update could change the content of the object.
     """
     library = sys.modules.get("torchmetrics")
     base = getattr(library, "Metric", None)
@@ -38,6 +44,8 @@ def kinds_of_states(metric: Any) -> dict[str, str] | None:
         if kind is None or not (exact or (kind == "cat" and isinstance(state, list))):
             return None
         kinds[name] = kind
+    if any(is_of_user(type(value)) and not _is_plain(value) for _, value in _attributes(metric, kinds)):
+        return None
     return kinds or None
 
 
@@ -53,9 +61,11 @@ class MergedMetrics:
         kinds = {name: kinds_of_states(metric) for name, metric in metrics.items()} if used else {}
         self._kinds = {name: found for name, found in kinds.items() if found is not None}
         self._metrics = {name: metrics[name] for name in self._kinds}
-        self._before = {name: _marks(metric, self._kinds[name]) for name, metric in self._metrics.items()}
-        self._plain = {
-            name: {key: deepcopy(value) for key, value in _attributes(metric, self._kinds[name]) if _is_plain(value)}
+        self._before = {
+            name: {
+                key: copied(value) if _is_plain(value) else value
+                for key, value in _attributes(metric, self._kinds[name])
+            }
             for name, metric in self._metrics.items()
         }
 
@@ -101,11 +111,10 @@ class MergedMetrics:
 
     def _undo(self, name: str) -> None:
         """Restore the attributes from before the first update, which `reset` may not restore."""
-        metric = self._metrics[name]
-        for key in [key for key, _ in _attributes(metric, self._kinds[name]) if key not in self._before[name]]:
-            delattr(metric, key)
-        for key, value in self._plain[name].items():
-            setattr(metric, key, value)
+        attributes, before = vars(self._metrics[name]), self._before[name]
+        for key in dict(_attributes(self._metrics[name], self._kinds[name])).keys() - before.keys():
+            del attributes[key]
+        attributes.update(before)
 
     def _join_lists(self, comm: Communicator, places: Sequence[tuple[str, str]]) -> None:
         if not places:
@@ -126,7 +135,7 @@ class MergedMetrics:
         The hashes of all ranks are equal if the maxima of the two agree.
         """
         metric, kinds = self._metrics[name], self._kinds[name]
-        looks, bad = list[str](), _marks(metric, kinds) != self._before[name]
+        looks, bad = list[str](), not _are_same(dict(_attributes(metric, kinds)), self._before[name])
         for state, kind in kinds.items():
             value = getattr(metric, state)
             if kind == "cat":
@@ -149,16 +158,13 @@ def _attributes(metric: Any, states: Mapping[str, str]) -> Iterator[tuple[str, A
     return ((name, value) for name, value in vars(metric).items() if name not in apart)
 
 
-def _marks(metric: Any, states: Mapping[str, str]) -> dict[str, Any]:
-    """Marks of the attributes that differ after a change."""
-    return {name: _mark(value) for name, value in _attributes(metric, states)}
-
-
-def _mark(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
-    return repr(value) if _is_plain(value) else id(value)
+def _are_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether no attribute has changed since copies of the plain ones were made."""
+    return now.keys() == before.keys() and all(
+        same(value, before[key]) if _is_plain(value) else value is before[key] for key, value in now.items()
+    )
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float | list | tuple | dict | set | Tensor | None)
+    """Whether a change of the content shows in a comparison with a copy."""
+    return isinstance(value, _PLAIN)

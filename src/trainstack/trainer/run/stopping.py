@@ -267,18 +267,24 @@ def end_when_idle(owner: Any, *, enabled: bool) -> Callable[[], None]:
     Returns:
         a function that restores the handlers. It is called automatically when `owner` is garbage-collected.
     """
-    handler = _IdleHandler(weakref.ref(owner))
-    taken: list[int] = []
+    reference = weakref.ref(owner)
+    taken: list[tuple[int, _IdleHandler]] = []
     if enabled and "SLURM_JOB_ID" in os.environ and threading.current_thread() is threading.main_thread():
         for number in _signals(*_PREEMPTING):
-            if signal.getsignal(number) == signal.SIG_DFL or isinstance(signal.getsignal(number), _IdleHandler):
+            handler = signal.getsignal(number)
+            if handler == signal.SIG_DFL:
+                handler = _IdleHandler()
                 signal.signal(number, handler)
-                taken.append(number)
+            if isinstance(handler, _IdleHandler):
+                handler.owners.append(reference)
+                taken.append((number, handler))
 
     def give_back() -> None:
-        while taken and threading.current_thread() is threading.main_thread():
-            number = taken.pop()
-            if signal.getsignal(number) is handler:
+        while taken:
+            number, handler = taken.pop()
+            handler.owners.remove(reference)
+            is_last = not handler.owners and signal.getsignal(number) is handler
+            if is_last and threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
 
     weakref.finalize(owner, give_back)
@@ -365,14 +371,18 @@ def _ignore_signals() -> None:
 
 
 class _IdleHandler:
-    """Ends the process by `Preempted`, because a trainer that does not train has nothing to save."""
+    """Ends the process by `Preempted`, because a trainer that does not train has nothing to save.
 
-    def __init__(self, owner: weakref.ref[Any]) -> None:
-        self._owner = owner
+    Attributes:
+        owners: the trainers that use the handler, in the order of their creation.
+    """
+
+    def __init__(self) -> None:
+        self.owners: list[weakref.ref[Any]] = []
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        owner = self._owner()
-        if owner is None:  # collected in another thread, which cannot restore the handler
+        owner = next((one for reference in reversed(self.owners) if (one := reference()) is not None), None)
+        if owner is None:  # the last one was collected in another thread, which cannot restore the handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return

@@ -295,7 +295,7 @@ class StepUpdates:
             total = total + one.weight * one.update_loss
         self._sum_and_clip(work)
         if work.world.size > 1:
-            total = torch.tensor(work.world.comm.sum([float(total)], "the loss of a closure")[0])
+            total = total.new_tensor(work.world.comm.sum([float(total)], "the loss of a closure")[0])
         return total
 
     def _collect(self, passes: Sequence[_Pass]) -> None:

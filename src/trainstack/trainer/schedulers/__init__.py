@@ -1,7 +1,7 @@
 """Learning rate schedulers: by name, with warm-up, by a function of the step, at intervals."""
 
 from trainstack.trainer.schedulers.building import build_scheduler
-from trainstack.trainer.schedulers.by_step import by_step
+from trainstack.trainer.schedulers.rates import by_step
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 from trainstack.trainer.schedulers.warmup import inverse_sqrt, warmup_cosine, warmup_linear, warmup_stable_decay
 

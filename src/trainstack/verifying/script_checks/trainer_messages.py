@@ -87,15 +87,14 @@ _ROWS = (
          "Return the loss, and leave backward(), step() and zero_grad() to the trainer."),
     _Row("D402", r"was made (for|with)|It steps once after each global step", "get_optimizers_schedulers"),
     _Row("D501", "no loss was found", "val_step"),
-    _Row("D502", "would compare it with the labels|is never called by the trainer|is no hook", ""),
+    _Row("D502", "would compare it with the labels|is never called by the trainer|is not a hook", ""),
 )  # fmt: skip
 _EXPECTED = (
-    "the training data comes in the loader's own order",
+    "the training data has the loader's order",
     "backend",
     "seed",
     "run directory",
     "saved",
-    "train_step or a hook logged",
 )
 """Beginnings of messages that tell of no mistake."""
 

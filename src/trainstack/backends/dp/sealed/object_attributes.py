@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
+from functools import lru_cache
 from types import MemberDescriptorType
 from typing import Any
 
@@ -22,16 +23,20 @@ def attributes_of(path: str, value: Any) -> Iterator[tuple[str, Any, MutableMapp
     Yields:
         The path, the object or class, and its attributes.
     """
-    kind = type(value)
+    yield from own_attributes_of(path, value)
+    for base in type(value).__mro__:
+        if is_of_user(base):
+            yield f"class {base.__qualname__}", base, ClassAttributes(base)
+
+
+def own_attributes_of(path: str, value: Any) -> Iterator[tuple[str, Any, MutableMapping[str, Any]]]:
+    """As `attributes_of`, without the attributes of the classes."""
     held = object.__getattribute__(value, "__dict__") if _has_dict(value) else None
     if held is not None:
         yield path, value, held
     slots = SlotAttributes(value)
     if slots.names:
         yield (path if held is None else f"{path}(slots)"), value, slots
-    for base in kind.__mro__:
-        if is_of_user(base) and ClassAttributes(base):
-            yield f"class {base.__qualname__}", base, ClassAttributes(base)
 
 
 def _has_dict(value: Any) -> bool:
@@ -91,14 +96,15 @@ class ClassAttributes(MutableMapping[str, Any]):
         type.__delattr__(self._kind, key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter([key for key, value in vars(self._kind).items() if not key.startswith("__") and _is_data(value)])
+        held = [(key, value) for key, value in vars(self._kind).items() if not key.startswith("__")]
+        return iter([key for key, value in held if _is_data(type(value))])  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
 
-def _is_data(value: Any) -> bool:
-    kind = type(value)
+@lru_cache(maxsize=1024)  # each look at a class asks for the kinds of all its values
+def _is_data(kind: type) -> bool:
     if issubclass(kind, (*_DATA, *_CONTAINERS)):
         return True
     return issubclass(kind, nn.Module) or (is_of_user(kind) and not hasattr(kind, "__get__"))

@@ -1,0 +1,1 @@
+"""Random single changes of the library, and the tests that detect them."""
