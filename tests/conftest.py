@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.requirements import words_of
+from tools.ranks.pool import RankPool
 
 torch.set_num_threads(1)
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -100,9 +101,9 @@ def unprobed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `--fast`, fail a test that starts a process and does not say so."""
-    if not request.config.getoption("--fast"):
+def no_process_without_a_marker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test that starts a process and has no marker that `--fast` skips."""
+    if any(request.node.get_closest_marker(name) for name in NOT_FAST):
         return
 
     def refuse(*_: object, **__: object) -> None:
@@ -111,6 +112,7 @@ def no_process_in_a_fast_test(request: pytest.FixtureRequest, monkeypatch: pytes
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
     monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(RankPool, "start", refuse)  # an earlier test may have started the ranks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -605,6 +605,7 @@ class Doubler(data_interface.DataProcessor):
         self.analyzed = True
 
 
+@pytest.mark.processes
 def test_a_processor_works_in_several_processes() -> None:
     processor = Doubler()
     assert processor.process_data(3, 2) == [6]

@@ -272,7 +272,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
         (("--from", "9", "--to", "3"), "the first step comes after the last"),
         (("--nproc", "2"), "in one process. Remove nproc"),
         (("--nproc", "0"), "nproc=0: write a number above 0"),
-        (("--follow", "--to", "3"), "Leave out --from and --to"),
+        (("--follow", "--to", "3"), "Remove --from and --to"),
     ],
 )
 def test_wrong_words_are_answered_with_a_correction(

@@ -139,6 +139,7 @@ def counted_in_a_callback(directory: str, backend: str = "ddp") -> list[Any]:
 
 
 @pytest.mark.spec("PA-32", "PA-38")
+@pytest.mark.distributed
 def test_a_callback_sees_every_evaluated_batch_over_processes_too(tmp_path: Path) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 

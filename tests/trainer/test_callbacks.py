@@ -440,6 +440,17 @@ def test_extra_validation_has_its_own_schedule(tmp_path: Path) -> None:
     assert len(trainer.history.get_metric_values("val/second/loss")) == 2
 
 
+@pytest.mark.parametrize("stops", [(6,), (1, 6), (3, 6)])
+def test_an_improvement_is_validated_at_the_next_due_epoch(stops: tuple[int, ...], tmp_path: Path) -> None:
+    loader = DataLoader(numbers(10, seed=2), batch_size=5)
+    for epochs in stops:  # the state is in the checkpoints between them
+        extra = cb.ExtraValidation({"extra": loader}, every_n_epochs=2, when_improved="score", mode="max")
+        saving = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "resume": "auto"}
+        trainer = trained(tmp_path, Scored(1.0, 0.5, 3.0, 2.0, 2.5, 1.0), extra, epochs=epochs, **saving)
+
+    assert [record.epoch for record in trainer.history.records("val/extra/loss")] == [1, 3]
+
+
 # --- measurements -----------------------------------------------------------------------------------------
 
 
@@ -507,6 +518,34 @@ def test_norms_of_gradients_are_those_of_the_step_that_is_logged(tmp_path: Path)
 
     trainer.train()
     assert trainer.history.get_metric_values("grad_norm/net.3") == pytest.approx([norms[2], norms[5]])
+
+
+def test_norms_of_a_failed_attempt_are_not_recorded(tmp_path: Path) -> None:
+    class Fails(ts.Callback):
+        def __init__(self) -> None:
+            self.norms: list[torch.Tensor] = []
+
+        def on_before_optimizer_step(self, trainer: ts.Trainer) -> None:
+            gradients = [p.grad for p in trainer.module.parameters() if p.grad is not None]
+            self.norms.append(torch.nn.utils.get_total_norm(gradients))
+            if len(self.norms) in (1, 3):
+                raise RuntimeError("no update")
+
+    fails = Fails()
+
+    class Skips(Classifier):  # the second attempt of step 2
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            factor = float("nan") if global_step == 2 and len(fails.norms) == 3 else 1.0
+            return super().train_step(global_step, batch, device) * factor
+
+    trainer = trainer_of(tmp_path, Skips(numbers(24)), fails, cb.GradNormMonitor(), log_every=1, nonfinite="skip")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no update"):
+            trainer.train()
+    trainer.train()
+
+    records = [(record.step, record.value) for record in trainer.history.records("grad_norm/net")]
+    assert records == [(1, pytest.approx(fails.norms[1].item())), (3, pytest.approx(fails.norms[3].item()))]
 
 
 def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

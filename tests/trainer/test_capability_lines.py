@@ -189,6 +189,7 @@ def test_an_export_is_loaded_and_refused_as_a_point_to_resume_from(tmp_path: Pat
 
 
 @pytest.mark.spec("FN-48")
+@pytest.mark.processes
 def test_prefetching_workers_lose_no_place(tmp_path: Path) -> None:
     class Sees(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:

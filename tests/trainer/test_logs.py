@@ -126,6 +126,23 @@ def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[
     assert len(root) == 2
 
 
+def test_a_level_of_the_application_is_accepted(
+    root: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for table in ("_nameToLevel", "_levelToName"):  # `addLevelName` has no counterpart that removes a name
+        monkeypatch.setattr(logging, table, dict(getattr(logging, table)))
+    logging.addLevelName(5, "trace")
+    logging.addLevelName(35, "NOTICE")
+    logging.getLogger().setLevel(logging.INFO)
+    save(tmp_path / "quiet", "NOTICE")
+    assert root == []
+    save(tmp_path / "loud", "trace")
+    assert any("saved" in line for line in root)
+    count = len(root)
+    save(tmp_path / "own", "NOTICE", own="info")
+    assert len(root) == count + 2
+
+
 def test_two_runs_keep_their_own_levels_under_the_roots(root: list[str], tmp_path: Path) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     save(tmp_path / "one", "DEBUG")

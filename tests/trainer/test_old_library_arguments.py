@@ -205,6 +205,7 @@ def both_kinds(directory: str, backend: str = "ddp") -> dict[str, float]:
 
 
 @pytest.mark.spec("FN-13", "HZ-19")
+@pytest.mark.distributed
 def test_metrics_with_get_metric_are_taken_and_a_monitor_needs_no_prefix(tmp_path: Path) -> None:
     one = both_kinds(str(tmp_path), "sp")
     assert one["val/a"] == one["val/f/acc"] > 0

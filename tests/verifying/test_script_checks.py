@@ -41,7 +41,11 @@ MISTAKES = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", MISTAKES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.processes] if "num_workers" in kind.options else []) for kind in MISTAKES],
+    ids=lambda kind: kind.__name__,
+)
 def test_each_mistake_is_found_and_no_other(kind: type[Good], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     found = report(kind, tmp_path)

@@ -639,8 +639,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         return f"{name}.{run_id[:8]}"
 
     def _log(self, level: int, message: str) -> None:
-        least: int = getattr(logging, (self.args.log_level or self._run_level).upper())
-        if level >= least:
+        least = self._run_level if self.args.log_level is None else self.args.log_level.upper()
+        if level >= logging.getLevelName(least):
             _logger.log(level, message)
 
 

@@ -139,7 +139,7 @@ def _parser(target: str) -> Parser:
         prog=f"trainstack doctor {target}", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...] [-- WORD ...]"
     )
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="global steps to train (default: 3)")
-    parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="leave a check out, such as D102")
+    parser.add_argument("--ignore", action="append", default=[], metavar="ID", help="skip a check, such as D102")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -41,7 +41,9 @@ def export_checkpoint(args: argparse.Namespace) -> int:
 
 def _write_distributed(args: argparse.Namespace, source: Path, content: Manifest, state: dict[str, Any]) -> Path:
     if args.part or args.max_shard_size or args.overwrite:
-        raise ConfigurationError("--dcp writes all weights into a new folder: leave --part and the like out.")
+        raise ConfigurationError(
+            "--dcp writes all weights into a new folder: remove --part, --max-shard-size and --overwrite."
+        )
     left_out = (decode_plain(content.metadata) or {}).get(LEFT_OUT)
     if left_out:
         raise CheckpointMismatchError(

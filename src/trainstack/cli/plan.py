@@ -104,7 +104,7 @@ def _make_parser(made_by: Callable[..., Any] | None) -> Parser:
         metavar="P",
         help="that are trained: for the signal-to-noise ratio of private training",
     )
-    parser.add_argument("--drop_last", action="store_true", help="leave out a last batch that is not full")
+    parser.add_argument("--drop_last", action="store_true", help="drop a last batch that is not full")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -140,7 +140,7 @@ def _plan(arguments: TrainerArguments, samples: int, processes: int, drop_last: 
     if drop_last and batch > samples:
         raise ConfigurationError(
             f"train_batch_size={batch} with --drop_last and {samples} samples leaves no global step. Write a smaller "
-            "batch, or leave --drop_last out."
+            "batch, or remove --drop_last."
         )
     if arguments.epochs == 0 and arguments.max_steps is None:
         raise ConfigurationError("epochs=0: there is nothing to train. Write 1 or more.")

@@ -38,7 +38,7 @@ def add(questions: Any) -> None:
     best.add_argument("--sample-rate", type=float, required=True, metavar="Q", help="batch size / N")
     best.add_argument("--steps", type=int, required=True, help="of each run")
     best.add_argument(
-        "--score-noise", type=float, metavar="SIGMA", help="of the released score; leave it out for a public score"
+        "--score-noise", type=float, metavar="SIGMA", help="of the released score; not needed for a public score"
     )
     best.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
     best.set_defaults(run=_run_best)

@@ -52,7 +52,7 @@ def _replay(args: argparse.Namespace) -> int:
     if args.target is None:
         raise ConfigurationError(_without_target(folder))
     if args.follow and (args.first is not None or args.last is not None):
-        raise ConfigurationError("--follow replays all steps as they are made. Leave out --from and --to.")
+        raise ConfigurationError("--follow replays all steps as they are made. Remove --from and --to.")
     config = args.config or folder / CONFIG
     options: dict[str, Any] = {name: getattr(args, name) for name in ("nproc", "workers", "tolerance")}
     with report_user_errors():

@@ -448,7 +448,7 @@ def _warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunL
     if layer is not None and dtypes == {torch.float64}:
         log.warning(
             f"all parameters are float64, and the layer {layer.name!r} converts float32 alone, so it changes nothing. "
-            "Call float() on the model, or leave the layer out of the backend string."
+            "Call float() on the model, or remove the layer from the backend string."
         )
 
 

@@ -144,7 +144,7 @@ class InWorkers(Linear):
         return DataLoader(self.dataset, batch_size=batch_size, sampler=sampler(self.dataset), num_workers=1)
 
 
-@pytest.mark.parametrize("kind", [Linear, InWorkers])
+@pytest.mark.parametrize("kind", [Linear, pytest.param(InWorkers, marks=pytest.mark.processes)])
 def test_a_number_that_a_data_set_keeps_of_a_sample_is_put_back(kind: type[Linear], tmp_path: Path) -> None:
     marked = vectors(RECORDS)
     marked.tensors[0][0, 0] *= -1

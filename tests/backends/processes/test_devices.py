@@ -66,6 +66,11 @@ class TestDevices:
         with pytest.raises(ts.ConfigurationError, match=r"device=('cuda:)?7'?: torch finds 4 accelerators"):
             pick_device(wanted)
 
+    def test_an_unknown_kind_gets_the_message_of_the_arguments(self) -> None:
+        for check in (pick_device, lambda device: ts.TrainerArguments(device=device)):
+            with pytest.raises(ts.ConfigurationError, match="device='tpux': torch has no such device; write 'auto'"):
+                check("tpux")
+
     @pytest.mark.parametrize("wanted", ["auto", "cuda"])
     @pytest.mark.parametrize("rank", [0, 3])
     def test_more_processes_than_devices_are_refused_on_each_of_them(

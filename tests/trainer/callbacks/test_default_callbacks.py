@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,19 @@ class TestMovingAverage:
             averages = trainer.history.records(f"{name}_ema")
             assert [a.value for a in averages] == pytest.approx(expected)
             assert [a.step for a in averages] == [r.step for r in trainer.history.records(name)]
+
+    def test_inf_and_nan_do_not_count(self, tmp_path: Path) -> None:
+        values = [math.inf, 1.0, math.nan, 2.0, -math.inf]
+
+        class Unstable(Classifier):
+            def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
+                self.log("score", values[global_step - 1])
+
+        callbacks = [ts.callbacks.MovingAverage("score", decay=0.5)]
+        trainer = ts.Trainer(Unstable(), arguments(tmp_path, log_every=1, max_steps=5), callbacks=callbacks)
+        trainer.train()
+        averages = trainer.history.records("score_ema")
+        assert [(one.step, one.value) for one in averages] == [(2, 1.0), (4, pytest.approx(2.5 / 1.5))]
 
     def test_a_resumed_run_continues_it(self, tmp_path: Path) -> None:
         saving = ts.DefaultCheckpointerArguments()

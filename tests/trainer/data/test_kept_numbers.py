@@ -198,7 +198,7 @@ class SumsUp:
         return torch.stack(samples) + self.seen
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.processes)])
 def test_a_batch_does_not_depend_on_those_before(workers: int) -> None:
     loader = DataLoader(Keeps(float), collate_fn=SumsUp(), num_workers=workers)
     fetcher = Fetcher(loader, 0, one_by_one=True)

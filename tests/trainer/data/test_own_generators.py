@@ -106,6 +106,7 @@ def again(dataset: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["plain", "subset", "concat", "shared", "collate"])
+@pytest.mark.processes
 def test_workers_and_resumes_change_nothing(kind: str, tmp_path: Path) -> None:
     found = []
     for number, workers in enumerate((0, 2)):

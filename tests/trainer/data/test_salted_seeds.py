@@ -84,6 +84,7 @@ def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
     assert set(samples(DRAWS[name], 3).flatten().tolist()) == {plain}  # as in a run that is not private
 
 
+@pytest.mark.processes
 def test_loader_workers_mix_them_too() -> None:
     streams = RandomStreams.from_system()
     assert torch.equal(samples(by_numpy, streams), samples(by_numpy, streams, workers=1))

@@ -101,6 +101,7 @@ def test_predictions_of_different_lengths_are_a_list_padded_or_streamed(tmp_path
     assert one["padded"] == [row + [-9] * (4 - len(row)) for batch in EXPECTED for row in batch]
 
 
+@pytest.mark.distributed
 def test_two_processes_give_the_same_lists_padded_tensors_and_streams(tmp_path: Path) -> None:
     one = predicted(str(tmp_path), "sp")
     assert run_world(2, predicted, directory=str(tmp_path / "two")) == [one, one]

@@ -32,6 +32,7 @@ def test_a_call_that_begins_something_acts_once(place: str, act: str, again: boo
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("place", ["hook", "loader", "epoch_begin"])
+@pytest.mark.distributed
 def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None:
     unbroken = run_world(2, workers.begun, directory=str(tmp_path / "unbroken"), place=place, stops=[])
     broken = run_world(2, workers.begun, directory=str(tmp_path / "broken"), place=place, stops=[5, 6, 8])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +113,36 @@ def test_no_training_step_at_all_is_answered_with_validate(tmp_path: Path) -> No
 
 
 class Slow(Classifier):
+    """A step takes 30 ms on the clock `now`."""
+
+    now = 0.0
+
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        time.sleep(0.03)
+        self.now += 0.03
         return super().train_step(global_step, batch, device)
 
 
-def test_validation_and_checkpoints_come_by_time(tmp_path: Path) -> None:
+def test_validation_and_checkpoints_come_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Slow(numbers(240), validate=True)
+    timer = partial(Timer, clock=lambda: module.now)
+    for name in ("run.due_work", "core.intervals"):
+        monkeypatch.setattr(f"trainstack.trainer.{name}.Timer", timer)
     saves = ts.DefaultCheckpointerArguments(every_n_seconds=0.1, keep_last=None, every_n_epochs=100, keep_best=0)
     trainer = train(
-        Slow(numbers(240), validate=True),
+        module,
         tmp_path,
         validate_every=ts.Every(time=timedelta(milliseconds=200)),
         checkpointer_args=saves,
     )
-    validated = [record.step for record in trainer.history.records("val/loss")]
-    assert 1 <= len(validated) <= 8
-    assert max(validated) < 30
-    saved = [path for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()]
-    assert 3 <= len(saved) <= 20
+    # A pause of one step follows each of them: the next interval begins when the timer is read again.
+    assert [record.step for record in trainer.history.records("val/loss")] == [7, 15, 23]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
+    at_steps = [4, 9, 14, 19, 24, 29, 30]
+    assert saved == [
+        *(f"checkpoint-{step:09d}" for step in at_steps),
+        "checkpoint-begin-000000001",
+        "checkpoint-model-000000030",
+    ]
 
 
 def test_a_timer_meets_few_times_and_does_not_count_due_saves() -> None:

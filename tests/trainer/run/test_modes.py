@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train
 from trainstack import callbacks as cb
+from trainstack.trainer.core.modes import Decision, describe_modes
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,14 @@ def test_parts_in_eval_mode_keep_it_where_nothing_in_them_is_trained(
     assert set(module.seen) == {expected}
     changed = not module.keep_modes and any(part.training is not before[part] for part in module.modules())
     assert ("trains in training mode" in caplog.text) is changed
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a",), "a had .* and trains in training mode"), (("a", "b"), "a, b had .* and train in training")],
+)
+def test_the_description_of_modes_agrees_in_number(names: tuple[str, ...], said: str) -> None:
+    assert re.match(said, describe_modes(nn.Module(), Decision({}, (), names)))
 
 
 @pytest.mark.parametrize("hook", ["on_end_train_epoch", "on_end_val_epoch", "on_epoch_end", "on_end_train_step"])

@@ -77,12 +77,14 @@ def test_each_update_is_clipped_over_its_own_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["rounds", "lbfgs", "polyak"])
+@pytest.mark.distributed
 def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
     alone = torch.tensor(updates.trained(kind))
     for found in run_world(2, updates.trained, kind=kind, backend="ddp", gpu_batch_size_limit=3):
         torch.testing.assert_close(torch.tensor(found), alone, rtol=0, atol=1e-10)
 
 
+@pytest.mark.distributed
 def test_ranks_that_come_to_different_updates_are_refused() -> None:
     for said in run_world(2, updates.different_updates):
         assert re.search(r"global step 1 yielded different updates: optimizers 0 and optimizers 1", said)
@@ -188,6 +190,24 @@ def test_events_are_fired_for_each_update(tmp_path: Path) -> None:
     trainer.train()
     assert fired.count(ts.Event.TRAIN_BATCH_BEGIN) == 4
     assert fired.count(ts.Event.BEFORE_OPTIMIZER_STEP) == fired.count(ts.Event.AFTER_ZERO_GRAD) == 6
+
+
+def test_gradient_norms_are_joint_norms_of_all_updates(tmp_path: Path) -> None:
+    trainer = ts.Trainer(
+        InTurns(2), arguments(tmp_path, max_steps=1, log_every=1, **PLAIN), callbacks=[ts.callbacks.GradNormMonitor()]
+    )
+    trainer.train()
+
+    generator, judge = networks()
+    optimizer, norms, real = torch.optim.Adam(judge.parameters(), lr=0.02), list[Tensor](), POINTS[:8]
+    for loss, network in ((judge_loss, judge), (judge_loss, judge), (fooling_loss, generator)):
+        generator.zero_grad(), judge.zero_grad()
+        loss(generator, judge, real).backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in network.parameters() if p.grad is not None]))
+        optimizer.step()
+    of = trainer.history.get_latest_metric
+    assert of("grad_norm/judge") == pytest.approx(float(torch.hypot(norms[0], norms[1])))
+    assert of("grad_norm/generator") == pytest.approx(float(norms[2]))
 
 
 def test_subscribers_get_the_batch_and_the_loss_of_each_pass(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def _check_choices(args: DifferentialPrivacyArguments) -> None:
             raise ConfigurationError(f"{name}={value!r}: write a whole number, {least} or more, or None.")
     if args.secure and args.debug_seed is not None:
         raise ConfigurationError(
-            f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Leave one of them out."
+            f"secure=True and debug_seed={args.debug_seed}: a seed makes the noise known. Remove one of them."
         )
     numbers = ("delta", "noise_multiplier", "target_epsilon", "max_epsilon", "sample_rate", "telemetry_weight")
     for name in (*numbers, "target_quantile", "clip_learning_rate", "count_noise_multiplier", "ledger_budget"):
@@ -203,7 +203,7 @@ def _check_budget(args: DifferentialPrivacyArguments) -> None:
     if args.noise_multiplier == 0 and args.max_epsilon is not None:
         raise ConfigurationError(
             f"noise_multiplier=0 and max_epsilon={args.max_epsilon}: without noise epsilon is infinite from the first "
-            "step. Write a noise_multiplier above 0, or leave max_epsilon out."
+            "step. Write a noise_multiplier above 0, or remove max_epsilon."
         )
 
 
@@ -231,7 +231,7 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
     if args.clipping != "adaptive":
         raise ConfigurationError(
             f"count_noise_multiplier={counted!r} with clipping={args.clipping!r}: only adaptive clipping counts. "
-            "Leave it out, or write clipping='adaptive'."
+            "Remove it, or write clipping='adaptive'."
         )
     if not (math.isfinite(counted) and 2 * counted > (args.noise_multiplier or 0.0)):
         raise ConfigurationError(
@@ -262,7 +262,7 @@ def _check_telemetry(args: DifferentialPrivacyArguments) -> None:
     if "loss" in args.telemetry and args.log_train_loss:
         raise ConfigurationError(
             "telemetry has 'loss' and log_train_loss=True: both would be 'train/loss', one with noise and one without. "
-            "Leave one of them out."
+            "Remove one of them."
         )
 
 
@@ -348,7 +348,7 @@ def sampling_rate(batch: int, records: int, given: float | None = None) -> float
     if given is not None and not math.isclose(given, rate, rel_tol=1e-6):
         raise ConfigurationError(
             f"sample_rate={given} contradicts train_batch_size={batch} over {records} records, which is {rate:.6g}. "
-            "Leave sample_rate out: it is derived."
+            "Remove sample_rate: it is derived."
         )
     return rate
 

@@ -46,7 +46,7 @@ def static_problems(work: Workload) -> list[str]:
         )
     if work.clipping.kind == "value":
         problems.append(
-            f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Leave it out and "
+            f"clip_grad_value={work.clipping.limit}: gradients are clipped once, record by record. Remove it and "
             "set per_sample_max_grad_norm in DifferentialPrivacyArguments."
         )
     return problems
@@ -149,7 +149,7 @@ def _about_modules(module: nn.Module) -> Iterator[str]:
         elif isinstance(part, INSTANCE_NORMS) and part.track_running_stats and training[part]:
             yield f"{kind}: keeps statistics of the records without noise. Write track_running_stats=False."
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            yield f"{kind}: max_norm changes the weights that a record uses, without noise. Leave it out."
+            yield f"{kind}: max_norm changes the weights that a record uses, without noise. Remove it."
         elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             yield f"{kind}: sparse gradients show which rows were used. Write sparse=False."
         elif isinstance(part, DistributedDataParallel | DataParallel):

@@ -253,7 +253,7 @@ class _DrawCheck(TorchFunctionMode):
         if generator is not None and all(generator is not known for known, _ in self._owner.markers):
             raise PrivacyError(
                 f"train_step gives {getattr(func, '__name__', func)} a torch.Generator that the run cannot seed from "
-                "the operating system, so its random numbers may be known outside. Leave generator= out, or make the "
+                "the operating system, so its random numbers may be known outside. Remove generator=, or make the "
                 "generator in the module's __init__ and keep it in an attribute."
             )
         if func in RANDOM_FUNCTIONS:

@@ -324,8 +324,8 @@ class SpendLedger:
         if self.budget is not None and use.budget is not None and self.budget != use.budget:
             raise PrivacyLedgerError(
                 f"The privacy ledger {self.path} has the budget epsilon {self.budget[0]:g} at delta "
-                f"{self.budget[1]:g}, and ledger_budget={use.budget[0]:g} at delta {use.budget[1]:g} was given. Leave "
-                "ledger_budget out, or decide on another one for all runs: trainstack privacy ledger FILE --budget ..."
+                f"{self.budget[1]:g}, and ledger_budget={use.budget[0]:g} at delta {use.budget[1]:g} was given. Remove "
+                "ledger_budget, or decide on another one for all runs: trainstack privacy ledger FILE --budget ..."
             )
 
     def copies(self, run: str | None = None) -> list[str]:

@@ -55,7 +55,7 @@ def check_records(batch: Any, records: int) -> None:
     if found != records:
         raise PrivacyError(
             f"collate_fn made a batch of {found} records of {records}: each record has to be one row of the batch, so "
-            "that its gradient is clipped once. Do several views of a record inside of train_step, and leave none out."
+            "that its gradient is clipped once. Make several views of a record inside train_step, and drop no record."
         )
     try:
         rows_of(batch, records, slice(0, 1))

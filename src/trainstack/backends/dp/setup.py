@@ -107,7 +107,7 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
         raise _refusal(
             f"count_noise_multiplier={counted}: the count of unclipped records would spend more than the whole step, "
             f"whose noise multiplier is {plan.noise_multiplier:.4g}. Write more than {plan.noise_multiplier / 2:.4g}, "
-            "or leave it out."
+            "or remove it."
         )
     return plan
 

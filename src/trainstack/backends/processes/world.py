@@ -70,7 +70,7 @@ def pick_device(wanted: DeviceChoice = "auto", local_rank: int = 0, local_size: 
         device = torch.device(kind if wanted == "auto" else wanted)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"device={wanted!r}: torch does not know this device. Write 'auto', 'cpu', 'cuda' or 'cuda:1'."
+            f"device={wanted!r}: torch has no such device; write 'auto', 'cpu', 'cuda' or 'cuda:1'."
         ) from error
     if device.type in ("cpu", "meta"):
         return device

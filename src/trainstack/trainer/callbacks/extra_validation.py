@@ -22,7 +22,7 @@ class ExtraValidation(Callback):
         dataloaders: loaders by name.
         every_n_epochs: interval in epochs.
         when_improved: exact name of a metric, or function of all measured values. If given, the loaders are used only
-            after an epoch in which this value was the best so far.
+            if the best value of all epochs has changed since they were last used.
         mode: mode of `when_improved`: "min", "max", or "auto" to derive it from the metric's name.
 
     Raises:
@@ -44,6 +44,7 @@ class ExtraValidation(Callback):
         self._loaders = named_loaders(dict(dataloaders), "the maker of ExtraValidation")
         self._every = every_n_epochs
         self._best_value = None if when_improved is None else BestValue(when_improved, mode)
+        self._has_improved = False
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Check the metric before the first step.
@@ -56,17 +57,18 @@ class ExtraValidation(Callback):
 
     def on_epoch_end(self, trainer: AbstractTrainer, epoch: int) -> None:
         """Validate, if it is due."""
-        due = (epoch + 1) % self._every == 0
         if self._best_value is not None:
             measured = trainer.history.values_at(trainer.state.global_step)
-            due = bool(self._best_value.improved(trainer, measured)) and due
-        if due:
+            self._has_improved |= bool(self._best_value.improved(trainer, measured))
+        if (epoch + 1) % self._every == 0 and (self._best_value is None or self._has_improved):
             trainer.validate(self._loaders, log=True, keep_outputs=False)
+            self._has_improved = False
 
     def get_state(self) -> dict[str, Any]:
-        """Return the best value so far."""
-        return {} if self._best_value is None else self._best_value.get_state()
+        """Return the best value so far, and whether it is newer than the last validation."""
+        return {} if self._best_value is None else {**self._best_value.get_state(), "has_improved": self._has_improved}
 
     def update_state(self, state: Mapping[str, Any]) -> None:
         if self._best_value is not None:
             self._best_value.update_state(state)
+            self._has_improved = bool(state.get("has_improved"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.abstract_trainer import AbstractTrainer
@@ -78,7 +80,9 @@ class LRMonitor(Callback):
 class GradNormMonitor(Callback):
     """Records the gradient norms of submodules at log points, as `grad_norm/<name>`, after clipping.
 
-    They are L2 norms. The trainer records the norm over all parameters before clipping as `train/grad_norm`.
+    They are L2 norms. The trainer records the norm over all parameters before clipping as `train/grad_norm`. If a step
+    makes several updates, both are the norms over the gradients of all its updates. A gradient counts only in an update
+    whose optimizers hold its parameter.
 
     Args:
         depth: number of parts of a parameter's name that identify its submodule: 1 for "encoder", 2 for
@@ -99,21 +103,33 @@ class GradNormMonitor(Callback):
         if trainer.trainer_backend.is_private:
             raise ConfigurationError("GradNormMonitor would reveal gradients of a private run. Remove it.")
 
-    def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
-        """Compute the norms, if the next step is a log point. The device is not read."""
+    def on_train_begin(self, trainer: AbstractTrainer) -> None:
+        """Discard the norms of a step that failed before `on_log`."""
+        self._norms = {}
+
+    def on_before_optimizer_step(self, trainer: AbstractTrainer, optimizers: Sequence[Optimizer]) -> None:
+        """Add the norms of this update, if the next step is a log point. The device is not read."""
         if trainer.next_log_step > trainer.state.global_step + 1:
             return
+        # The loss of one network may also leave gradients in another, whose optimizer does not use them.
+        unused = _held_by(one for one in trainer.optimizers if one not in optimizers) - _held_by(optimizers)
         groups: dict[str, list[Tensor]] = {}
         for name, parameter in trainer.module.named_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and id(parameter) not in unused:
                 key = ".".join(name.split(".")[:-1][: self._depth]) or name
                 groups.setdefault(key, []).append(parameter.grad)
-        self._norms = {key: torch.nn.utils.get_total_norm(gradients) for key, gradients in groups.items()}
+        for key, gradients in groups.items():
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._norms[key] = torch.hypot(self._norms[key], norm) if key in self._norms else norm
 
     def on_log(self, trainer: AbstractTrainer) -> None:
         for name, norm in self._norms.items():
             record(trainer, f"grad_norm/{name}", norm, Provenance.PRIVATE)
         self._norms = {}
+
+
+def _held_by(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
 
 
 class MemoryMonitor(Callback):
@@ -142,7 +158,7 @@ class MovingAverage(Callback):
 
     Each value moves the average by `1 - decay` of the difference. The average has bias correction, as in Adam (Kingma,
     Ba: Adam, 2015): it is the mean of all values with weights 1 for the newest, `decay` for the previous one, and so
-    on. It is recorded at log points, and after epochs for metrics that are measured there.
+    on. It is recorded at log points, and after epochs for metrics that are measured there. Inf and nan do not count.
 
     Args:
         *names: names of metrics; "train/loss" if none is given. A name that is never recorded is ignored.
@@ -168,11 +184,12 @@ class MovingAverage(Callback):
         known = trainer.history.get_metric_names()
         for name, sums in self._sums.items():
             new = trainer.history.records(name, self._seen[name]) if name in known else []
-            for value in new:
-                sums[0] = self._decay * sums[0] + value.value
+            self._seen[name] += len(new)
+            finite = [one.value for one in new if math.isfinite(one.value)]
+            for value in finite:
+                sums[0] = self._decay * sums[0] + value
                 sums[1] = self._decay * sums[1] + 1.0
-            if new:
-                self._seen[name] += len(new)
+            if finite:
                 record(trainer, f"{name}_ema", sums[0] / sums[1], trainer.history.provenance_of(name))
 
     def on_epoch_end(self, trainer: AbstractTrainer) -> None:

@@ -33,11 +33,11 @@ class RunLogger:
     also applies.
 
     Args:
-        level: `"DEBUG"`, `"INFO"`, `"WARNING"` or `"ERROR"`.
+        level: `"DEBUG"`, `"INFO"`, `"WARNING"`, `"ERROR"` or a name from `logging.addLevelName`.
     """
 
     def __init__(self, level: str = "INFO") -> None:
-        self._level: int = getattr(logging, level)
+        self._level: int = logging.getLevelName(level)
 
     def info(self, message: str) -> None:
         """Log useful information."""

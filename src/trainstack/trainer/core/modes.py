@@ -85,7 +85,8 @@ def describe_modes(module: nn.Module, decision: Decision) -> str:
         said.append(f"{count} part{'s' * (count > 1)} of the module stay{'s' * (count == 1)} in eval mode")
     if decision.changed:
         names = ", ".join(name or type(module).__name__ for name in decision.changed)
-        said.append(f"{names} had trainable parameters in eval mode and trains in training mode")
+        verb = "trains" if len(decision.changed) == 1 else "train"
+        said.append(f"{names} had trainable parameters in eval mode and {verb} in training mode")
     return f"{'; '.join(said)}. keep_modes = True on the module keeps all modes."
 
 

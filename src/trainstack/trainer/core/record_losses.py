@@ -35,6 +35,11 @@ def own_means(losses: Any, target: Any, loss: Callable[..., Any]) -> Tensor | No
     """Return the mean loss of each record over its elements, `(records,)`; None if `losses` has not one row a record.
 
     Elements whose target is the `ignore_index` of `loss` do not count. A record with only such elements has the loss 0.
+
+    The mean over the records can differ from torch's `reduction="mean"`. With class weights in `cross_entropy` or
+    `nll_loss`, torch divides by the sum of the weights of all targets. With `ignore_index` it divides by the number of
+    targets of the whole batch that count. Then the loss of a record would depend on the other records, which private
+    training cannot allow.
     """
     if not isinstance(losses, Tensor) or losses.dim() == 0 or not isinstance(target, Tensor) or target.dim() == 0:
         return None

@@ -265,7 +265,7 @@ _UNMEASURED = (
     "step since the last one. "
 )
 _ADVICE = (
-    "No checkpoint was written after it. Write nonfinite='skip' to leave such steps out and count them, or "
+    "No checkpoint was written after it. Write nonfinite='skip' to skip such steps and count them, or "
     "log_every=1 to stop before the next step."
 )
 

@@ -486,7 +486,7 @@ def check_name(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a metric was named {name!r}; give a string such as 'train/loss'.")
     if any(unicodedata.category(character) in _FORBIDDEN_IN_NAMES for character in name):
-        raise ConfigurationError(f"metric name {name!r} holds a control character; leave it out.")
+        raise ConfigurationError(f"metric name {name!r} holds a control character; remove it.")
     if name[0] in "=+-@":
         raise ConfigurationError(
             f"metric name {name!r} begins with {name[0]!r}: a spreadsheet would execute it as a formula. Begin it with "

@@ -85,6 +85,6 @@ def no_validation_data(evidence: Evidence) -> Iterator[Found]:
     if defines and evidence.error is None and not evidence.val_loaders:
         yield (
             f"{type(evidence.module).__name__} has val_step, and get_val_dataloaders returns no data",
-            "Define get_val_dataloaders(self, sampler, batch_size), or leave val_step out.",
+            "Define get_val_dataloaders(self, sampler, batch_size), or remove val_step.",
             evidence.method_place("val_step"),
         )

@@ -120,7 +120,7 @@ def unused_item(evidence: Evidence) -> Iterator[Found]:
         if not is_used:
             yield (
                 f"the loss is the same for other values of {name} of the batch",
-                "Use it in train_step, or leave it out of the data set, if this is not on purpose.",
+                "Use it in train_step, or remove it from the data set, if this is not on purpose.",
                 evidence.method_place("train_step"),
             )
 

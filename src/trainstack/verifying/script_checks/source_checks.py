@@ -20,7 +20,7 @@ def fixed_device(evidence: Evidence) -> Iterator[Found]:
             assert evidence.source is not None
             yield (
                 f"{ast.unparse(node)[:60]} names a device",
-                "Leave it out: the trainer moves module and batches. For new tensors write device=device, the argument "
+                "Remove it: the trainer moves module and batches. For new tensors write device=device, the argument "
                 "of the step.",
                 evidence.source.place(node),
             )
@@ -61,7 +61,7 @@ def moved_by_hand(evidence: Evidence) -> Iterator[Found]:
                 if of_batch:
                     yield (
                         f"{ast.unparse(node)[:60]} moves a part of the batch",
-                        "Leave it out: the tensors of the batch are on the device already.",
+                        "Remove it: the tensors of the batch are on the device already.",
                         source.place(node),
                     )
 
@@ -103,6 +103,6 @@ def without_gradients(evidence: Evidence) -> Iterator[Found]:
                 if any(name in ast.unparse(one) for name in ("no_grad", "inference_mode")):
                     yield (
                         f"train_step is decorated with {ast.unparse(one)}, so no gradient is computed",
-                        "Leave the decorator out. The trainer switches gradients off for val_step itself.",
+                        "Remove the decorator. The trainer switches gradients off for val_step itself.",
                         source.place(one),
                     )

@@ -194,7 +194,7 @@ def _merge(parts: list[Any], groups: list[Tensor]) -> Any:
 def _of_all_records(ops: OpInterceptor, leaf: Any) -> Any:
     """For a tensor of one record that of all."""
     if isinstance(leaf, OneItem):
-        raise Unsupported("train_step returns a part of the batch that holds no tensors: leave it out.")
+        raise Unsupported("train_step returns a part of the batch that holds no tensors: remove it.")
     return _joined(ops.physical(leaf)) if isinstance(leaf, Tensor) else leaf
 
 

@@ -365,7 +365,7 @@ def _embedding(
         return _other(ops, func, (input, weight, *rest), {})  # type: ignore[no-any-return]
     if max_norm is not None or scale_grad_by_freq:
         what = "max_norm" if max_norm is not None else "scale_grad_by_freq"
-        raise Unsupported(f"{ops.names[w]}: an Embedding with {what} lets records change each other. Leave it out.")
+        raise Unsupported(f"{ops.names[w]}: an Embedding with {what} lets records change each other. Remove it.")
     with record_vmap.outside_vmap():
         x = ops.physical(input)
         output = ops.record_use(EmbeddingUse(w, weight.shape, padding_idx), x, func(x, weight.detach(), padding_idx))

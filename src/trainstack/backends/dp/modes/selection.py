@@ -261,7 +261,7 @@ class ModeVerifier:
             "together is not the sum of those of each alone. "
             + (
                 "Something in train_step behaves otherwise under torch.func.vmap, such as a hook or a branch on "
-                "requires_grad. Write grad_mode='loop', or leave it out."
+                "requires_grad. Write grad_mode='loop', or remove it."
                 if mode.one_by_one
                 else "Either the loss is not a plain mean over records (it is normalised over the batch, or compares "
                 "records), or a layer mixes them, or the parameter is used outside of its layer. Write "
@@ -356,7 +356,7 @@ def _instead_of(module: nn.Module, tensor: str) -> str:
         )
     if isinstance(layer, BATCH_NORMS):
         return "Use GroupNorm in place of BatchNorm, or freeze the layer in eval mode."
-    return "Leave the write out, or freeze the layer in eval mode."
+    return "Remove the write, or freeze the layer in eval mode."
 
 
 def _batch_normalizing_layers(module: nn.Module) -> str:

@@ -183,7 +183,7 @@ def one_record_batches(
         elif value is not None and not isinstance(value, Tensor):
             raise Unsupported(
                 f"{place} is a {type(value).__name__}, which vmap cannot vectorise. Make a tensor of it in collate_fn, "
-                "leave it out, or write grad_mode='loop'."
+                "remove it, or write grad_mode='loop'."
             )
         elif value is not None and (value.dim() == 0 or value.shape[0] != records):
             raise Unsupported("the batch is a list with one item a record, which vmap cannot vectorise: stack it.")
@@ -201,7 +201,7 @@ def explain_vmap_error(error: Exception) -> str | None:
     if not isinstance(error, RuntimeError | ValueError | NotImplementedError):
         return None
     return (
-        "train_step cannot be vectorised over records. Leave out code without a rule for vmap: .item(), branches "
+        "train_step cannot be vectorised over records. Remove code without a rule for vmap: .item(), branches "
         "on values, gradient checkpointing, recurrent layers and buffers that change; or write grad_mode='loop'. The "
         f"error was: {shorten(error)}"
     )

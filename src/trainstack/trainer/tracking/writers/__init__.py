@@ -112,7 +112,7 @@ def _check_name(name: object) -> None:
     if name == "aml":
         raise ConfigurationError(
             "the writer 'aml' (Azure ML) is not offered. Write 'mlflow', with MLFLOW_TRACKING_URI set to that of the "
-            "Azure ML workspace, or leave it out."
+            "Azure ML workspace, or remove it."
         )
     close = difflib.get_close_matches(name.lower(), _MAKERS, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""

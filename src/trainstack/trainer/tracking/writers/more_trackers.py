@@ -103,7 +103,7 @@ class ClearmlWriter(Tracker):
         **options: Any,
     ) -> None:
         if "own_run" in options:
-            raise ConfigurationError("ClearML has one task in a process: leave own_run out and close the open task.")
+            raise ConfigurationError("ClearML has one task in a process: remove own_run and close the open task.")
         super().__init__(artifacts=artifacts)
         self._options = {"project_name": project_name, "task_name": task_name, **options}
 
