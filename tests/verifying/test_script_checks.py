@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -17,6 +18,7 @@ from tests.helpers.script_mistakes import Good
 from trainstack.verifying.script_checks.examine import examine
 from trainstack.verifying.script_checks.findings import CHECKS, ScriptReport
 from trainstack.verifying.script_checks.sources import Source
+from trainstack.verifying.script_checks.trainer_messages import _EXPECTED, _ROWS
 
 FILE = Path(script_mistakes.__file__)
 ROOT = FILE.parent.parent.parent
@@ -122,3 +124,27 @@ def test_each_check_has_a_test() -> None:
     tested = {id_ for kind in MISTAKES for id_ in (kind.__doc__ or "").split()}
     elsewhere = {"D109", "D114", "D302", "D504", "D602"} | {"D606"}  # above, and in tests/cli/test_doctor_script.py
     assert set(CHECKS) == tested | elsewhere
+
+
+OF_TORCH = {
+    *("empty parameter list", "duplicate parameters", "shapes cannot be multiplied", "Given groups=", "size mismatch"),
+    *("must match the size of tensor", "index out of range in self", "multi-target not supported"),
+    *("0D or 1D target tensor expected", "Expected floating point type for target", "class values must be"),
+    *("does not require grad", "backward through the graph a second time"),
+}
+"""Phrases of torch's errors. Other phrases without special characters are those of trainstack."""
+
+
+def test_each_phrase_of_the_trainer_is_in_one_of_its_messages() -> None:
+    """A reworded message would become "another message of the trainer", or an alarm."""
+    said = [
+        text
+        for path in (ROOT / "src" / "trainstack").rglob("*.py")
+        if path.parent.name != "script_checks"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(text := node.value, str)
+    ]
+    phrases = {phrase for row in _ROWS for phrase in row.pattern.split("|") if not re.search(r"[\\^$.*+?()\[]", phrase)}
+    assert phrases >= OF_TORCH
+    ours = (phrases - OF_TORCH) | {phrase for phrase in _EXPECTED if " " in phrase}
+    assert [phrase for phrase in sorted(ours) if not any(phrase in text for text in said)] == []
