@@ -211,7 +211,7 @@ class TestColumns:
             ts.SupervisedModule(OwnLoss(), None, "sgd", ROWS, remove_unused_columns=True)
         with pytest.raises(ConfigurationError, match="a function as input_mapping"):
             self.module(remove_unused_columns=True, input_mapping=dict)
-        with pytest.raises(ConfigurationError, match=r"would drop all columns: text.*name kwargs|name labels, x"):
+        with pytest.raises(ConfigurationError, match=r"would drop all columns: text.*use kwargs|use labels, x"):
             ts.SupervisedModule(OwnLoss(), None, "sgd", Columns([{"text": ROWS[0]["x"]}]), remove_unused_columns=True)
 
 
