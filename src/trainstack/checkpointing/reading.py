@@ -123,9 +123,11 @@ def without_prefix(state: dict[str, _T], prefix: str, source: str | os.PathLike[
     """Remove `prefix` from the names of `state` that begin with it.
 
     Raises:
-        CheckpointMismatchError: `prefix` is not empty, and no name begins with it. The message names `source`.
+        CheckpointMismatchError: no name begins with `prefix`. The message names `source`.
     """
-    if prefix and not any(name.startswith(prefix) for name in state):
+    if not prefix:
+        return state
+    if not any(name.startswith(prefix) for name in state):
         has = f"there is {next(iter(state))!r}" if state else "it is empty"
         raise CheckpointMismatchError(f"strip_prefix={prefix!r}: no name in {source} begins with it; {has}.")
     return {name.removeprefix(prefix): value for name, value in state.items()}
