@@ -28,6 +28,7 @@ from trainstack.checkpointing import (
     default_checkpointer,
     filesystem,
     list_checkpoints,
+    read_model,
     retention,
     tensorfile,
     verify_checkpoint,
@@ -90,6 +91,17 @@ def test_the_newest_and_the_best_remain(tmp_path: Path) -> None:
     assert steps(tmp_path) == {2, 4, 5}
     assert (pointed(tmp_path / "last"), pointed(tmp_path / "best")) == (5, 2)
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_error_for_the_folder_of_a_run_names_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    save_all(checkpointer(folder, keep_last=2, keep_best=1), [1.0, 2.0])
+    for place in (tmp_path, folder):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            read_model(place)
+        newest, best = folder / "checkpoint-000000002", folder / "best"
+        assert str(caught.value).endswith(f"Name one of those in it, such as {newest}, or {best} for the best.")
+    assert (verify_checkpoint(newest).global_step, verify_checkpoint(best).global_step) == (2, 1)
 
 
 def test_for_a_metric_that_should_be_high_the_highest_remain(tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def test_an_export_is_read_as_a_model_and_not_as_a_checkpoint(tmp_path: Path) ->
     assert same(read_model(whole), model.state_dict())
 
 
+def test_a_model_is_read_without_the_prefix_of_its_names(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    path = write_model({"model.weight": layer.weight, "model.bias": layer.bias, "rate": torch.ones(1)}, tmp_path, "net")
+    assert list(read_model(path, strip_prefix="model.")) == ["weight", "bias", "rate"]
+    with pytest.raises(
+        CheckpointMismatchError, match=r"strip_prefix='net\.': no name in .*net begins with it; there is"
+    ):
+        read_model(path, strip_prefix="net.")
+
+
 def test_a_newer_format_is_refused_with_the_advice_to_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "FORMAT_VERSION", 99)

@@ -31,6 +31,7 @@ from trainstack.checkpointing.verification import (
     damaged_begin,
     hint_of_pickles,
     of_run,
+    pointer_of,
     read_beginning,
     rule_in,
     with_prefix,
@@ -123,7 +124,7 @@ def refresh_pointers(
 ) -> None:
     """Write both pointers for these checkpoints; a pointer without a checkpoint is deleted. A failure is logged."""
     for kind, info in (("last", last), ("best", best)):
-        path = directory / _name(kind, args.file_prefix)
+        path = pointer_of(kind, directory, args.file_prefix)
         try:
             _set(path, None if info is None else _render(kind, info, args), say)
         except OSError as error:
@@ -135,15 +136,11 @@ def rule_at(path: Path, args: DefaultCheckpointerArguments) -> PointerRule | Non
     if path.is_dir():
         return None
     rule = rule_in(path)
-    kinds = {_name("last", args.file_prefix): None, _name("best", args.file_prefix): args.monitored}
-    if rule is None and path.name in kinds and path.parent.is_dir():
-        return PointerRule(file_prefix=args.file_prefix, monitor=kinds[path.name])
+    monitors = {"last": None, "best": args.monitored}
+    kinds = {pointer_of(kind, path.parent, args.file_prefix): monitor for kind, monitor in monitors.items()}
+    if rule is None and path in kinds and path.parent.is_dir():
+        return PointerRule(file_prefix=args.file_prefix, monitor=kinds[path])
     return rule
-
-
-def _name(kind: str, prefix: str) -> str:
-    """`kind` for the usual prefix; other prefixes in the same directory have separate pointers."""
-    return kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}"
 
 
 def _set(path: Path, data: bytes | None, say: Callable[[int, str], None]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from trainstack.checkpointing.sharded.stored_tensors import StoredTensors, files
 from trainstack.checkpointing.tensorfile import defer_tensors, map_tensors, read_placeholders, read_tensors
 from trainstack.checkpointing.verification import open_checkpoint, rank_count, read_index, read_json
 from trainstack.errors import CheckpointDamagedError, CheckpointMismatchError
+
+_T = TypeVar("_T")
 
 
 def read_checkpoint(path: str | os.PathLike[str], *, mapped: bool = False) -> Checkpoint:
@@ -96,12 +98,39 @@ def _read(root: Path, content: Manifest, read: _Reader) -> Checkpoint:
     )
 
 
-def read_model(path: str | os.PathLike[str], *, mapped: bool = False) -> dict[str, Any]:
-    """Return the model state in an export, or the module state in a checkpoint. See `read_checkpoint`.
+def read_model(path: str | os.PathLike[str], *, mapped: bool = False, strip_prefix: str = "") -> dict[str, Any]:
+    """Return the model state in an export, or the module state in a checkpoint.
 
     Other states of a checkpoint are not read. It may have an older format.
+
+    Args:
+        path: an export, a checkpoint, or a file `last` or `best` next to checkpoints, which names one of them.
+        mapped: see `read_checkpoint`.
+        strip_prefix: removed from the names that begin with it; at least one name must. `"model."` gives the weights of
+            the model in a `SupervisedModule`.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at `path`.
+        CheckpointDamagedError: a file is damaged; the message names it and the fault.
+        CheckpointMismatchError: it is a single file, has no model state, is of a newer trainstack, or no name begins
+            with `strip_prefix`.
     """
-    return _read_model(path, _Reader(map_tensors if mapped else read_tensors))
+    state = _read_model(path, _Reader(map_tensors if mapped else read_tensors))
+    return without_prefix(state, strip_prefix, path)
+
+
+def without_prefix(state: dict[str, _T], prefix: str, source: str | os.PathLike[str]) -> dict[str, _T]:
+    """Remove `prefix` from the names of `state` that begin with it.
+
+    Raises:
+        CheckpointMismatchError: no name begins with `prefix`. The message names `source`.
+    """
+    if not prefix:
+        return state
+    if not any(name.startswith(prefix) for name in state):
+        has = f"there is {next(iter(state))!r}" if state else "it is empty"
+        raise CheckpointMismatchError(f"strip_prefix={prefix!r}: no name in {source} begins with it; {has}.")
+    return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
 def read_deferred_model(path: str | os.PathLike[str], *, verified: bool = False) -> Checkpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainstack._files import local_path, open_for_reading
 from trainstack.checkpointing import index, manifest
-from trainstack.checkpointing.arguments import Monitor
+from trainstack.checkpointing.arguments import DefaultCheckpointerArguments, Monitor
 from trainstack.checkpointing.checksums import PaceFn, read_file
 from trainstack.checkpointing.directory import (
     CheckpointInfo,
@@ -107,7 +107,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         inside = [*scan(root).intact, *scan(root / "checkpoints").intact]
         if inside:
             newest = min(inside, key=lambda info: info.kind)  # a checkpoint rather than a model export
-            raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}.")
+            pointers = [path for path in sorted(newest.path.parent.glob("*best")) if rule_in(path) is not None]
+            best = f", or {pointers[0]} for the best" if pointers else ""
+            raise CheckpointNotFoundError(f"{what} Name one of those in it, such as {newest.path}{best}.")
         raise CheckpointNotFoundError(f"{what} Name the directory of a checkpoint.{hint_of_pickles(root)}")
     return root, read_manifest(root)
 
@@ -242,6 +244,11 @@ class PointerRule:
 
     file_prefix: str
     monitor: Monitor | None
+
+
+def pointer_of(kind: str, directory: Path, prefix: str) -> Path:
+    """The file `kind`, "last" or "best", in `directory`. Checkpoints with another prefix have separate pointers."""
+    return directory / (kind if prefix == DefaultCheckpointerArguments().file_prefix else f"{prefix}-{kind}")
 
 
 def rule_in(path: Path) -> PointerRule | None:

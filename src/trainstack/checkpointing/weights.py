@@ -17,7 +17,7 @@ from trainstack.checkpointing.directory import is_checkpoint_directory, read_man
 from trainstack.checkpointing.pretrained.companions import exported_state
 from trainstack.checkpointing.pretrained.matching import WarmStartReport, match_weights
 from trainstack.checkpointing.pretrained.reading import folder_of_hub_id, read_file, read_folder
-from trainstack.checkpointing.reading import read_model
+from trainstack.checkpointing.reading import read_model, without_prefix
 from trainstack.checkpointing.verification import resolve_pointer
 from trainstack.checkpointing.writing import write_model
 from trainstack.errors import (
@@ -310,11 +310,7 @@ def _strip_prefix(tensors: dict[str, torch.Tensor], prefix: str, file: Path) -> 
     while wrapper is not None:
         tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
         wrapper = next((w for w in _WRAPPERS if all(name.startswith(w) for name in tensors)), None)
-    if prefix and not any(name.startswith(prefix) for name in tensors):
-        raise CheckpointMismatchError(
-            f"strip_prefix={prefix!r}: no name in {file} begins with it; there is {next(iter(tensors))!r}."
-        )
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return without_prefix(tensors, prefix, file)
 
 
 def warm_start(

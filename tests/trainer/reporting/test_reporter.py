@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,52 @@ class Predicts(Classifier):
 
     def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return batch[0].sum(1)
+
+
+class Peaks(Classifier):
+    """Records `val/accuracy` 0.5, 0.9, 0.7 in three epochs."""
+
+    def on_end_val_epoch(self, global_step: int, loss: Any, predicted: Any, key: str = "default") -> None:
+        self.log("val/accuracy", {6: 0.5, 12: 0.9}.get(global_step, 0.7))
+
+
+def last_rows(printed: str) -> dict[str, str]:
+    return dict(re.findall(r"^(best|weights|load) +(.*)$", printed, re.M))
+
+
+@pytest.mark.parametrize("prefix", ["checkpoint", "mine"])
+def test_the_last_rows_name_the_best_checkpoint_and_the_call_that_loads_it(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if the finished run is started again."""
+    monkeypatch.chdir(tmp_path)
+    saving = ts.DefaultCheckpointerArguments(monitor="val/accuracy", file_prefix=prefix)
+    made: dict[str, Any] = {"epochs": 3, "checkpointer_args": saving, "writers": ["stdout"]}
+    seen: list[torch.Tensor] = []
+
+    class Keeps(Peaks):
+        def on_end_val_epoch(self, global_step: int, *args: Any, **kwargs: Any) -> None:
+            super().on_end_val_epoch(global_step, *args, **kwargs)
+            seen.append(next(self.parameters()).detach().clone())
+
+    train(Keeps(validate=True), tmp_path / "run", **made)
+    said = last_rows(capsys.readouterr().out)
+    pointer = f"run/checkpoints/{'best' if prefix == 'checkpoint' else 'mine-best'}"
+    assert said["best"] == f"val/accuracy 0.9 in epoch 2: {pointer}"
+    assert said["weights"] == f"run/checkpoints/{prefix}-model-000000018"
+    state = eval(said["load"], {"trainstack": ts})
+    assert any(torch.equal(seen[1], tensor) for tensor in state.values())
+
+    train(Keeps(validate=True), tmp_path / "run", resume="auto", **made)
+    assert last_rows(capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("best", ["is the last", "is not kept"])
+def test_the_last_rows_name_no_best_checkpoint(best: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saving = ts.DefaultCheckpointerArguments(keep_best=0, monitor="val/accuracy")
+    if best == "is the last":
+        saving = ts.DefaultCheckpointerArguments(monitor="val/accuracy")
+    epochs = 2 if best == "is the last" else 5
+    train(Peaks(validate=True), tmp_path, epochs=epochs, checkpointer_args=saving, writers=["stdout"])
+    said = last_rows(capsys.readouterr().out)
+    assert (said["best"], said["load"]) == ("val/accuracy 0.9 in epoch 2", 'trainstack.read_model("...")')

@@ -15,6 +15,7 @@ from trainstack._files import atomic_write, make_directories
 from trainstack.backends import Workload
 from trainstack.backends.base import Window
 from trainstack.checkpointing.arguments import Monitor
+from trainstack.checkpointing.verification import pointer_of, rule_in
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.core.logs import to_jsonable
 from trainstack.trainer.core.plan import TrainingPlan
@@ -41,7 +42,7 @@ _FIRST_COLUMNS = ("train/loss_epoch", "val/loss")
 
 
 class _BestSoFar:
-    """The best value of the monitored metric, or of val/loss where none is monitored, and its epoch."""
+    """The best value of the monitored metric, val/loss by default, and its epoch."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
@@ -56,16 +57,21 @@ class _BestSoFar:
     def column(self, history: RunHistory, epoch: int) -> str | None:
         """The column of the epoch's line whose value is the best so far; None where it is not."""
         name = self.monitor.name
+        self.update(history)
+        is_best = self.epoch == epoch and history.get_latest_metric(name) == self.value
+        return name.removesuffix("_epoch") if is_best else None
+
+    def update(self, history: RunHistory) -> None:
+        """Compare the values recorded since the last call."""
+        name = self.monitor.name
         if name not in history.get_metric_names():
-            return None
+            return
         new = history.records(name, self._seen)
         self._seen += len(new)
         for record in new:
             better = record.value < self.value if self.monitor.mode == "min" else record.value > self.value
             if math.isfinite(record.value) and (better or self.epoch < 0):
                 self.value, self.epoch = record.value, record.epoch
-        is_best = self.epoch == epoch and history.get_latest_metric(name) == self.value
-        return name.removesuffix("_epoch") if is_best else None
 
 
 class Reporter:
@@ -87,8 +93,7 @@ class Reporter:
         self._last_loss: float | None = None
         self._began = self._epoch_began = 0.0
         self._first_step = 0
-        watched = ("val/loss", "min") if args.monitor is None else (args.monitor, args.monitor_mode)
-        self._best = _BestSoFar(Monitor.of(*watched))
+        self._best = _BestSoFar(args.placed_checkpointer_args.monitored)
         self._recorder: RunRecorder | None = None
         self._has_ended = False
         self._clipping: ClippingCheck | None = None
@@ -320,14 +325,27 @@ class Reporter:
         context, steps = self._context, self._context.state.global_step
         rows: list[tuple[str, str]] = []
         if status in ("finished", "stopped"):
+            self._best.update(self.history)
             if status == "finished" and steps > self._first_step:
                 rows.append(("finished", f"global step {steps} after {time.perf_counter() - self._began:.1f} s"))
-            rows += [("best", self._best.words)] if self._best.words else []
-            rows += [("weights", shortest(export)), ("load", 'trainstack.read_model("...")')] if export else []
+            best = self._best_checkpoint() if self._is_main else None
+            if self._best.words:
+                rows.append(("best", self._best.words if best is None else f"{self._best.words}: {best}"))
+            rows += [("weights", shortest(export))] if export else []
+            rows += [("load", f'trainstack.read_model("{best or "..."}")')] if best or export else []
             if context.checkpointer.is_due(0, force=True) and not context.stack.is_private:
                 more = "epochs" if context.args.max_steps is None else "max_steps"
                 rows.append(("resume", f"TrainerArguments(resume=True, {more}=...)"))
         return rows if report is None else [*rows, ("report", shortest(report))]
+
+    def _best_checkpoint(self) -> str | None:
+        """The file `best` of the checkpoints; None if its checkpoint is that of the last step or has another value."""
+        info = getattr(self._context.checkpointer, "best", lambda: None)()
+        if info is None or info.global_step == self._context.state.global_step:
+            return None
+        kept = self._best.monitor.value_of(info) == self._best.value
+        pointer = pointer_of("best", info.path.parent, self._context.args.placed_checkpointer_args.file_prefix)
+        return shortest(pointer) if kept and rule_in(pointer) is not None else None
 
     def _write_report(self, status: str, reason: str | None) -> Path | None:
         recorder, self._recorder = self._recorder, None
