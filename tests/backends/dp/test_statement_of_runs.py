@@ -102,6 +102,37 @@ def test_the_file_states_all_planned_steps_while_training_runs(tmp_path: Path) -
     check_bound(tmp_path)
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    names = ("privacy_statement.txt", "privacy_statement.json", "privacy-ledger.jsonl")
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+LONGER = {"epochs": 3, "resume": True}
+
+
+def test_a_start_without_budget_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+    trained(tmp_path, args=promise(target_epsilon=3.0))
+    before = files_of(tmp_path)
+    with pytest.raises(PrivacyBudgetError, match="budget is spent"):
+        trained(tmp_path, args=promise(target_epsilon=3.0, allow_plan_change=True), **LONGER)
+    assert files_of(tmp_path) == before
+
+
+class Unvalidated(Classifier):
+    """Has data to validate, and no `val_step`."""
+
+    val_step = ts.ModuleInterface.val_step
+
+
+def test_a_start_that_a_check_refuses_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+    args = promise(**NOISY, public_validation=True)
+    trained(tmp_path, args=args)
+    before = files_of(tmp_path)
+    with pytest.raises(ts.ModuleContractError, match="val_step"):
+        trained(tmp_path, Unvalidated(validate=True), args, **LONGER)
+    assert files_of(tmp_path) == before
+
+
 def test_the_file_is_written_again_when_others_charge_the_run(tmp_path: Path) -> None:
     class Joined(Watching):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
