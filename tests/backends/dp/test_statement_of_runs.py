@@ -311,6 +311,21 @@ def test_a_copied_run_directory_states_that_the_other_copy_is_not_counted(
     assert f"Copies: Copied at step 6 to {tmp_path / 'other'}" in one.text
 
 
+def test_the_statement_names_the_steps_of_an_overwritten_run(tmp_path: Path) -> None:
+    assert "Other runs" not in trained(tmp_path).text
+    again = trained(tmp_path, overwrite=True)
+    words = "Other runs: 6 steps of other runs in this ledger are not included; on the same data, their epsilons add up"
+    assert words in again.text
+    assert words in (tmp_path / "privacy_statement.txt").read_text()
+    assert current_statement(tmp_path).text.count(words) == 1
+
+
+def test_the_refusal_of_a_second_private_run_says_that_epsilons_add_up(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(ts.ConfigurationError, match=r"overwrite=True.* epsilon of that run stays spent and adds up"):
+        trained(tmp_path)
+
+
 # --- on the command line
 
 
