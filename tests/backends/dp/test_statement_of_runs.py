@@ -111,11 +111,16 @@ LONGER = {"epochs": 3, "resume": True}
 
 
 def test_a_start_without_budget_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
-    trained(tmp_path, args=promise(target_epsilon=3.0))
+    first = trained(tmp_path, args=promise(target_epsilon=3.0))
     before = files_of(tmp_path)
-    with pytest.raises(PrivacyBudgetError, match="budget is spent"):
+    with pytest.raises(PrivacyBudgetError, match=r"exceed target_epsilon=3\.0.* a larger target_epsilon") as caught:
         trained(tmp_path, args=promise(target_epsilon=3.0, allow_plan_change=True), **LONGER)
     assert files_of(tmp_path) == before
+
+    kept = float(str(caught.value).split("noise_multiplier=")[1].split(" ")[0])
+    longer = trained(tmp_path, args=promise(noise_multiplier=kept, max_epsilon=6.0), **LONGER)
+    assert [entry[0] for entry in longer.history] == [first.history[0][0]]
+    assert longer.steps == 18
 
 
 class Unvalidated(Classifier):

@@ -226,10 +226,18 @@ class Accountant:
                 f"{limit.epsilon:g}. Keep the models as they are, or decide on a larger budget for the dataset: "
                 "trainstack privacy ledger FILE --budget EPSILON --delta DELTA."
             )
+        is_target = self._args.target_epsilon is not None and self._args.max_epsilon is None
+        larger = "max_epsilon=... in DifferentialPrivacyArguments"
+        if is_target:
+            noise = self.history[-1][0] if self.history else plan.noise_multiplier
+            larger = (
+                "in DifferentialPrivacyArguments, write a larger target_epsilon with allow_plan_change=True, which "
+                f"calibrates the noise again, or noise_multiplier={noise!r} with max_epsilon=..., which keeps the noise"
+            )
         return (
             f"The privacy budget is spent: epsilon is {round_up(self.epsilon())} after {self.steps} steps, and one "
-            f"more would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger "
-            "budget: max_epsilon=... in DifferentialPrivacyArguments."
+            f"more would exceed {'target' if is_target else 'max'}_epsilon={plan.max_epsilon}. Keep the model as it "
+            f"is, or decide on a larger budget: {larger}."
         )
 
     def announce_steps(self, steps: int) -> None:
