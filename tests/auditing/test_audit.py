@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def test_other_settings_are_not_blamed_either(given: dict[str, Any]) -> None:
     subject = AuditedRun(args=private(**given), dataset_size=200, train_batch_size=20, epochs=1)
     assert blamed(noise_probe(subject)) == []
     assert blamed(sampling_probe(subject)) == []
+
+
+@pytest.mark.usefixtures("unprobed")
+def test_the_most_unlikely_pair_is_shown_with_the_number_of_pairs() -> None:
+    subject = AuditedRun(args=private(), dataset_size=200, train_batch_size=20, epochs=1)
+    seen = {finding.claim: finding.seen for finding in sampling_probe(subject)}
+    assert re.search(r"expected, the (most|fewest) of 45 pairs$", seen["each step is drawn separately"])
+    assert re.search(r"expected, the (most|fewest) of 100 pairs$", seen["each run is drawn separately"])
+    assert seen["each record is drawn alone"].endswith("are expected")
 
 
 @pytest.mark.usefixtures("unprobed")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import trainstack as ts
+from tests.helpers.modules import Classifier
+from tests.helpers.private_runs import private, promise
 from tools.broken_privacy import broken
 from trainstack.backends.dp import calibrate_noise, epsilon_of, fixed_order_epsilon, steps_within
 from trainstack.cli import privacy
@@ -122,6 +127,7 @@ MISTAKES = [
     (["epsilon", "--noise-multiplier", "-1", "--steps", "5", *RATE], r"noise_multiplier=-1\.0"),
     (["epsilon", "--noise-multiplier", "1", "--epochs", "5", "--sample-rate", "0", "--delta", "0.1"], "write --steps"),
     (["noise", "--target-epsilon", "0", "--steps", "5", *RATE], r"target_epsilon=0\.0"),
+    (["audit", "--delta", "1e-6"], "trainstack privacy audit RUN, or --delta and one of --noise-multiplier"),
     (["noise", "--target-epsilon", "1", "--steps", "0", *RATE], "nothing is spent"),
     (["steps", "--max-epsilon", "2", "--noise-multiplier", "0", *RATE], "no number of steps has a finite bound"),
     (["steps", "--max-epsilon", "2", "--noise-multiplier", "1", "--batch-size", "0", *RATE[2:]], "--batch-size 0"),
@@ -158,3 +164,24 @@ def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest
 def test_an_audit_refuses_a_backend_that_is_not_private(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["privacy", "audit", *SMALL, "--backend", "sp"]) == 2
     assert "backend 'sp' is not private" in capsys.readouterr().err
+
+
+def test_an_audit_has_the_settings_of_a_run_and_the_given_options_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = promise(noise_multiplier=1.5, clipping="automatic")
+    ts.Trainer(Classifier(), private(tmp_path, args, epochs=2)).train()
+    given: list[Any] = []
+
+    def audit(settings: Any, backend: str, **numbers: Any) -> Any:
+        given.append((settings, numbers))
+        return SimpleNamespace(text="", broken=False)
+
+    monkeypatch.setattr("trainstack.auditing.audit", audit)
+    assert main(["privacy", "audit", str(tmp_path)]) == 0
+    assert main(["privacy", "audit", str(tmp_path), "--epochs", "1", "--target-epsilon", "3"]) == 0
+    expected = (1e-4, 1.5, "automatic", "rdp")
+    (settings, numbers), (changed, fewer) = given
+    assert (settings.delta, settings.noise_multiplier, settings.clipping, settings.accountant) == expected
+    assert numbers == {"train_batch_size": 8, "dataset_size": 41, "epochs": 2, "level": "quick"}
+    assert (changed.noise_multiplier, changed.target_epsilon, fewer["epochs"]) == (None, 3.0, 1)

@@ -834,3 +834,37 @@ def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCapt
 
     train(Weighed(Masks(), weighted, "sgd", items(tokens=torch.ones(1))), tmp_path, train_batch_size=4)
     assert "so they are not used" not in caplog.text
+
+
+def test_a_hook_with_an_argument_for_each_output_is_refused_before_step_one(tmp_path: Path) -> None:
+    class Separate(ts.SupervisedModule):
+        def on_end_val_epoch(self, global_step: int, outputs: Any, targets: Any, key: str) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    class Joined(Separate):
+        def on_end_val_epoch(self, global_step: int, outputs: Any, key: str) -> None:  # type: ignore[override]
+            seen.append(set(outputs))
+
+    class Custom(Separate):
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return self.model(batch[0]), batch[1]
+
+        def on_end_val_epoch(self, global_step: int, outputs: Any, targets: Any, key: str) -> None:  # type: ignore[override]
+            seen.append(len(targets))
+
+    def trained(kind: type[ts.SupervisedModule]) -> ts.Trainer:
+        trainer = ts.Trainer(
+            kind(network(), cross_entropy, "sgd", numbers(9), numbers(5)), arguments(tmp_path / kind.__name__)
+        )
+        trainer.train()
+        return trainer
+
+    seen: list[Any] = []
+    with pytest.raises(
+        ts.ModuleContractError, match=r"def on_end_val_epoch\(self, global_step, outputs, key\).*one dict"
+    ):
+        trained(Separate)
+    for kind in (Joined, Custom):
+        trained(kind)
+    assert {"loss", "outputs", "targets"} in seen
+    assert 5 in seen

@@ -239,7 +239,9 @@ def _spread(claim: str, counts: Any, trials: int, rate: float) -> Finding:
 def _shared(claim: str, counts: Any, trials: int, rate: float) -> Finding:
     """Test whether two coins fell equally as often as independent coins do."""
     count, p_value = most_unlikely_count(counts, trials, rate**2)
-    return _sampling_finding(claim, f"{count} in common where {trials * rate**2:.1f} are expected", p_value)
+    expected, pairs = trials * rate**2, np.size(counts)
+    of = f", the {'most' if count > expected else 'fewest'} of {pairs} pairs" if pairs > 1 else ""
+    return _sampling_finding(claim, f"{count} in common where {expected:.1f} are expected{of}", p_value)
 
 
 def _sampling_finding(claim: str, seen: str, p_value: float) -> Finding:

@@ -252,8 +252,8 @@ class TrainerBackend(ABC):
 
         Args:
             steps: counted from now.
-            publish: takes a statement that holds for the planned steps. It is called now, and again before the run
-                spends more than the last statement says. None after the end of the training.
+            publish: takes a statement that holds for the planned steps. It is called before the first of them, and
+                again before the run spends more than the last statement says. None after the end of the training.
         """
 
     def on_chosen_stop(self, steps_left: int) -> None:  # noqa: B027 - most layers have nothing to do

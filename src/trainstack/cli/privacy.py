@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 from trainstack.backends.dp import (
@@ -27,22 +28,22 @@ from trainstack.ranks import global_rank
 def add_audit(questions: Any) -> None:
     """Add the question to those of `trainstack privacy`."""
     parser = questions.add_parser("audit", help="train on canaries, and measure the leakage through the privacy layer")
-    parser.add_argument("--delta", type=float, required=True, help="smaller than 1 / N")
-    noise = parser.add_mutually_exclusive_group(required=True)
+    about = "the output_dir of a private run, whose settings are the defaults of the options"
+    parser.add_argument("run_dir", metavar="RUN", nargs="?", help=about)
+    parser.add_argument("--delta", type=float, help="smaller than 1 / N; needed without RUN")
+    noise = parser.add_mutually_exclusive_group()
     noise.add_argument("--noise-multiplier", type=float, metavar="SIGMA", help="standard deviation / clipping norm")
     noise.add_argument("--target-epsilon", type=float, metavar="EPSILON", help="have the noise calibrated")
     parser.add_argument("--backend", default="sp-dp", help="with dp in it; ddp-dp under torchrun (default: sp-dp)")
-    parser.add_argument(
-        "--clipping", choices=("flat", "automatic", "adaptive"), default="flat", help="of gradients (default: flat)"
-    )
+    parser.add_argument("--clipping", choices=("flat", "automatic", "adaptive"), help="of gradients (default: flat)")
     parser.add_argument("--grad-mode", default="auto", help="how gradients of single records are computed")
-    parser.add_argument("--accountant", choices=ACCOUNTANTS, default="prv", help="of epsilon (default: prv)")
+    parser.add_argument("--accountant", choices=ACCOUNTANTS, help="of epsilon (default: prv)")
     parser.add_argument("--secure", action="store_true", help="randomness from the operating system, number by number")
     about = "expected size of a step's sample (default: 500)"
     sizes = ("--batch-size", "--train-batch-size")
-    parser.add_argument(*sizes, type=int, default=500, dest="train_batch_size", metavar="B", help=about)
-    parser.add_argument("--dataset-size", type=int, default=2000, metavar="N", help="canaries in each run")
-    parser.add_argument("--epochs", type=int, default=2, help="of each run (default: 2)")
+    parser.add_argument(*sizes, type=int, dest="train_batch_size", metavar="B", help=about)
+    parser.add_argument("--dataset-size", type=int, metavar="N", help="canaries in each run (default: 2000)")
+    parser.add_argument("--epochs", type=int, help="of each run (default: 2)")
     parser.add_argument("--level", choices=("quick", "full"), default="quick", help="full takes three times as long")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
@@ -51,9 +52,9 @@ def add_audit(questions: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from trainstack.auditing import audit
 
-    names = ("delta", "noise_multiplier", "target_epsilon", "clipping", "grad_mode", "accountant", "secure")
-    settings = DifferentialPrivacyArguments(**{name: getattr(options, name) for name in names})
-    numbers = {name: getattr(options, name) for name in ("train_batch_size", "dataset_size", "epochs")}
+    chosen = _audit_settings(options)
+    numbers = {name: chosen.pop(name) for name in ("train_batch_size", "dataset_size", "epochs")}
+    settings = DifferentialPrivacyArguments(**chosen)
     rank = global_rank()  # before the audit, which ends with its process group closed
     report = audit(settings, options.backend, level=options.level, **numbers)
     if rank == 0:
@@ -62,6 +63,39 @@ def _run(options: argparse.Namespace) -> int:
         else:
             print_lines(report.text)
     return FAILED if report.broken else 0
+
+
+_OF_RUNS = ("delta", "noise_multiplier", "clipping", "accountant", "train_batch_size", "dataset_size", "epochs")
+_AUDIT_DEFAULTS = {"clipping": "flat", "accountant": "prv", "train_batch_size": 500, "dataset_size": 2000, "epochs": 2}
+
+
+def _audit_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, then the settings of the run in `options.run_dir`, then defaults."""
+    names = (*_OF_RUNS, "target_epsilon", "grad_mode", "secure")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    found = _settings_of_run(options.run_dir) if options.run_dir is not None else {}
+    if "target_epsilon" in given:
+        found.pop("noise_multiplier", None)
+    chosen = _AUDIT_DEFAULTS | found | given
+    if "delta" not in chosen or not {"noise_multiplier", "target_epsilon"} & chosen.keys():
+        raise ConfigurationError(
+            "Which training? Write the output_dir of a private run, trainstack privacy audit RUN, or --delta and one "
+            "of --noise-multiplier and --target-epsilon."
+        )
+    return chosen
+
+
+def _settings_of_run(folder: str) -> dict[str, Any]:
+    statement = privacy_ledger.current_statement(Path(folder))
+    batch, records, planned = statement.expected_batch_size, statement.dataset_size, statement.planned_steps
+    if statement.delta is None or not statement.history or not batch or not records or not planned:
+        raise ConfigurationError(
+            f"The statement of {folder} has no guarantee to test. Write --delta and --noise-multiplier in place of it."
+        )
+    epochs = math.ceil(planned / math.ceil(records / batch))
+    noise = statement.history[-1][0]
+    values = (statement.delta, noise, statement.clipping, statement.accountant, batch, records, epochs)
+    return dict(zip(_OF_RUNS, values, strict=True))
 
 
 ASSUMES = (

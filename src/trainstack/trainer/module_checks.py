@@ -258,12 +258,16 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None, stack: T
         # A hook may take as many outputs as its step returns: pass as many as it has parameters for.
         room = [p for p in signature.parameters.values() if p.kind in _BY_POSITION and p.name not in named]
         offered = max(len(positional), len(room)) if name in _TAKE_OUTPUTS else len(positional)
+        takes_dict = name == "on_end_val_epoch" and val_step is None and module._val_step_returns_dict()
+        offered = min(offered, len(positional) + 1) if takes_dict else offered
         try:
             signature.bind(*range(offered), **dict.fromkeys(named))
         except TypeError as error:
-            wanted = ", ".join(["self", *positional, *(["*outputs"] if name in _TAKE_OUTPUTS else []), *named])
+            outputs = ["outputs"] if takes_dict else ["*outputs"] if name in _TAKE_OUTPUTS else []
+            wanted = ", ".join(["self", *positional, *outputs, *named])
             hint = " The backend calls this method; keep your network in an attribute such as self.model."
             hint = hint if name == "forward" else f" The arguments of {name} are passed by name." if named else ""
+            hint += " The outputs are one dict with the keys loss, outputs and targets." if takes_dict else ""
             raise ModuleContractError(
                 f"{type(module).__name__}.{name}{signature} cannot be called with the trainer's arguments ({error}). "
                 f"Write def {name}({wanted}).{hint}"

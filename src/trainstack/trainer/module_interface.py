@@ -335,6 +335,10 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         module, steps = _given_steps.get()
         return MethodType(steps[stage], self) if module is self and stage in steps else None
 
+    def _val_step_returns_dict(self) -> bool:
+        """Whether `val_step` is known to return a dict, which `on_end_val_epoch` gets as one argument."""
+        return False
+
     @_method
     def forward(self, stage: Any = None, global_step: int = 0, batch: Any = None, device: Any = None, **_: Any) -> Any:
         """Run the step for `stage`. The backend calls this method.

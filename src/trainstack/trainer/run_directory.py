@@ -418,7 +418,15 @@ class RunDirectory:
             return ConfigurationError(f"{name} holds a file that a run would replace ({first}). {advice}")
         return ConfigurationError(
             f"{name} holds a run already ({first}){nothing}, and a new run never replaces the files of another. "
-            f"{advice}"
+            f"{advice}{self._epsilon_advice()}"
+        )
+
+    def _epsilon_advice(self) -> str:
+        if not (self.log_dir / "privacy_statement.json").exists():
+            return ""
+        return (
+            " That run was private: also after overwrite=True, the epsilon of that run stays spent and adds up to that "
+            "of new runs on the same data."
         )
 
     def _error_of_lost_checkpoints(self, args: TrainerArguments) -> CheckpointNotFoundError:

@@ -290,6 +290,10 @@ class SupervisedModule(ModuleInterface):
         """Return only the outputs. A batch without names is one input, or `(*inputs, target)`; the target is unused."""
         return self._call_model(_mapped(self.input_mappings[True], batch), training=False)
 
+    def _val_step_returns_dict(self) -> bool:
+        kind = type(self)
+        return kind.val_step is SupervisedModule.val_step and kind.step is SupervisedModule.step
+
     def step(self, batch: Any, *, training: bool) -> dict[str, Any]:
         """Run the model on one batch and compute the loss.
 

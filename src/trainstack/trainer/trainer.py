@@ -280,8 +280,9 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 explain_worker_deaths(error)
                 run.end_recording("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
                 self.events.fail(error)
-                with suppress(TrainstackError):  # the ledger is lost; the statement on disk has all planned steps
-                    run.note_stop()
+                if run.start.begun is not None:  # a refused start has used no metric and leaves the account as it was
+                    with suppress(TrainstackError):  # the ledger is lost; the statement on disk has all planned steps
+                        run.note_stop()
                 wanted = self.args.save_on_exception
                 if wanted is True or (isinstance(wanted, tuple) and isinstance(error, wanted)):
                     save_after_exception(error, context, self._take_checkpoint, within_s=saver.save_time_budget.seconds)

@@ -102,6 +102,42 @@ def test_the_file_states_all_planned_steps_while_training_runs(tmp_path: Path) -
     check_bound(tmp_path)
 
 
+def files_of(directory: Path) -> dict[str, bytes]:
+    names = ("privacy_statement.txt", "privacy_statement.json", "privacy-ledger.jsonl")
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+LONGER = {"epochs": 3, "resume": True}
+
+
+def test_a_start_without_budget_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+    first = trained(tmp_path, args=promise(target_epsilon=3.0))
+    before = files_of(tmp_path)
+    with pytest.raises(PrivacyBudgetError, match=r"exceed target_epsilon=3\.0.* a larger target_epsilon") as caught:
+        trained(tmp_path, args=promise(target_epsilon=3.0, allow_plan_change=True), **LONGER)
+    assert files_of(tmp_path) == before
+
+    kept = float(str(caught.value).split("noise_multiplier=")[1].split(" ")[0])
+    longer = trained(tmp_path, args=promise(noise_multiplier=kept, max_epsilon=6.0), **LONGER)
+    assert [entry[0] for entry in longer.history] == [first.history[0][0]]
+    assert longer.steps == 18
+
+
+class Unvalidated(Classifier):
+    """Has data to validate, and no `val_step`."""
+
+    val_step = ts.ModuleInterface.val_step
+
+
+def test_a_start_that_a_check_refuses_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+    args = promise(**NOISY, public_validation=True)
+    trained(tmp_path, args=args)
+    before = files_of(tmp_path)
+    with pytest.raises(ts.ModuleContractError, match="val_step"):
+        trained(tmp_path, Unvalidated(validate=True), args, **LONGER)
+    assert files_of(tmp_path) == before
+
+
 def test_the_file_is_written_again_when_others_charge_the_run(tmp_path: Path) -> None:
     class Joined(Watching):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
@@ -278,6 +314,21 @@ def test_a_copied_run_directory_states_that_the_other_copy_is_not_counted(
     one = trained(tmp_path / "one", epochs=2, resume=True)
     assert f"Copies: Copied at step 6 from {tmp_path / 'one'}" in other.text
     assert f"Copies: Copied at step 6 to {tmp_path / 'other'}" in one.text
+
+
+def test_the_statement_names_the_steps_of_an_overwritten_run(tmp_path: Path) -> None:
+    assert "Other runs" not in trained(tmp_path).text
+    again = trained(tmp_path, overwrite=True)
+    words = "Other runs: 6 steps of other runs in this ledger are not included; on the same data, their epsilons add up"
+    assert words in again.text
+    assert words in (tmp_path / "privacy_statement.txt").read_text()
+    assert current_statement(tmp_path).text.count(words) == 1
+
+
+def test_the_refusal_of_a_second_private_run_says_that_epsilons_add_up(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with pytest.raises(ts.ConfigurationError, match=r"overwrite=True.* epsilon of that run stays spent and adds up"):
+        trained(tmp_path)
 
 
 # --- on the command line

@@ -138,7 +138,7 @@ def test_another_base_is_refused_unless_its_weights_are_named(tmp_path: Path) ->
     whole = train(tmp_path / "whole", 2)
     train(tmp_path / "run", 1)
     ts.export_model(Net(), tmp_path / "base")
-    with pytest.raises(CheckpointMismatchError, match=r"leaves out 2 frozen .* 2 of them differ.*model\.body\.weight"):
+    with pytest.raises(CheckpointMismatchError, match=r"omits 2 frozen .* 2 of them differ.*model\.body\.weight"):
         train(tmp_path / "run", 2, lambda: Net(seed=5))
     again = train(tmp_path / "run", 2, lambda: Net(seed=5), init_weights_from=tmp_path / "base")
 

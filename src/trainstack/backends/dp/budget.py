@@ -134,6 +134,7 @@ class Accountant:
         self._args = args
         self._counted: list[Clipped] = []
         self._left_in_plan = 0
+        self._plan_is_stated = True
         self._stated: list[Entry] = []
         self._own_limit = None if plan.max_epsilon is None else Limit(plan.max_epsilon, plan.delta, plan)
         self._shared_limit: Limit | None = None
@@ -225,15 +226,34 @@ class Accountant:
                 f"{limit.epsilon:g}. Keep the models as they are, or decide on a larger budget for the dataset: "
                 "trainstack privacy ledger FILE --budget EPSILON --delta DELTA."
             )
+        is_target = self._args.target_epsilon is not None and self._args.max_epsilon is None
+        larger = "max_epsilon=... in DifferentialPrivacyArguments"
+        if is_target:
+            noise = self.history[-1][0] if self.history else plan.noise_multiplier
+            larger = (
+                "in DifferentialPrivacyArguments, write a larger target_epsilon with allow_plan_change=True, which "
+                f"calibrates the noise again, or noise_multiplier={noise!r} with max_epsilon=..., which keeps the noise"
+            )
         return (
             f"The privacy budget is spent: epsilon is {round_up(self.epsilon())} after {self.steps} steps, and one "
-            f"more would exceed max_epsilon={plan.max_epsilon}. Keep the model as it is, or decide on a larger "
-            "budget: max_epsilon=... in DifferentialPrivacyArguments."
+            f"more would exceed {'target' if is_target else 'max'}_epsilon={plan.max_epsilon}. Keep the model as it "
+            f"is, or decide on a larger budget: {larger}."
         )
+
+    def announce_steps(self, steps: int) -> None:
+        """The next `steps` steps are planned; `publish` is called before the first charge or remark.
+
+        Until then a start can be refused, and the statement of the earlier steps remains on the disk.
+        """
+        self._left_in_plan, self._plan_is_stated = steps, False
+
+    def _state_plan(self) -> None:
+        if not self._plan_is_stated:
+            self.plan_steps(self._left_in_plan)
 
     def plan_steps(self, steps: int) -> list[Entry]:
         """The next `steps` steps are planned; returns all steps including them, and publishes these."""
-        self._left_in_plan = steps
+        self._left_in_plan, self._plan_is_stated = steps, True
         mechanism, unused = self.mechanism, merge_steps(self.unused)
         counted = max(steps, *(entry[2] for entry in unused if entry[:2] == mechanism), 0)
         self._stated = merge_steps([*self.history, *self._left_behind(), (*mechanism, counted)])
@@ -250,6 +270,7 @@ class Accountant:
         """
         plan = self.plan
         mechanism = (plan.noise_multiplier, plan.sample_rate)
+        self._state_plan()  # outside of the lock of the ledger, because epsilon can take seconds
         if self._ledger is None:
             is_charged = self._room(1) >= 1
         else:
@@ -298,6 +319,7 @@ class Accountant:
             self._remark(note=text)
 
     def _remark(self, *, void: str = "", note: str = "") -> None:
+        self._state_plan()
         try:
             if self._ledger is not None and self.publish is not None:
                 self._ledger.remark(self.run, self.plan.noise_multiplier, self.plan.sample_rate, void=void, note=note)

@@ -323,12 +323,12 @@ class Mechanism:
             self.accountant.update_state(spent)
 
     def announce_steps(self, steps: int, publish: Callable[[PrivacyStatement], None] | None) -> None:
-        """Give `publish` a statement that covers the next `steps` steps, and another one when more are spent."""
+        """Let `publish` take a statement of the next `steps` steps before the first, and another one for more steps."""
         if publish is None:
             self.accountant.publish = None
             return
         self.accountant.publish = lambda history: publish(self.statement(history, status="running"))
-        self.accountant.plan_steps(steps)
+        self.accountant.announce_steps(steps)
 
     def statement(self, history: list[Entry] | None = None, status: str | None = None) -> PrivacyStatement:
         """The statement at this moment, or after the steps of `history`."""

@@ -133,6 +133,7 @@ def _notes(accountant: Accountant | None, grad_mode: str) -> tuple[tuple[str, st
     if ledger is not None and ledger.shared is not None:
         notes.append(("Dataset", ledger_words(ledger, accountant.plan.delta, accountant.plan.accountant)))
     if ledger is not None:
+        notes += _other_runs(ledger, accountant.run)
         notes += [("Copies", words) for words in ledger.copies(accountant.run if ledger.shared is None else None)]
     return tuple(notes)
 
@@ -180,12 +181,13 @@ def restated(stated: Sequence[PrivacyStatement], ledger: SpendLedger) -> Privacy
         )
     history = tuple(merge_steps([*statement.before, *own, *ledger.unused(run)]))
     delta, accountant, error = statement.delta, statement.accountant or "prv", statement.eps_error or LARGEST_ERROR
-    notes = [note for note in statement.notes if note[0] not in ("Dataset", "Copies")]
+    notes = [note for note in statement.notes if note[0] not in ("Dataset", "Other runs", "Copies")]
     together = None
     if ledger.dataset is not None and delta is not None:
         notes.append(("Dataset", ledger_words(ledger, delta, accountant)))
         spent = merge_steps([*ledger.spent(), *ledger.unused()])
         together = None if ledger.voided else epsilon_of(spent, delta, accountant, eps_error=error)
+    notes += _other_runs(ledger, run)
     notes += [("Copies", words) for words in ledger.copies(None if ledger.dataset is not None else run)]
     said, reason = "; ".join(statement.overrides), ledger.voided.get(run, "")
     found = replace(
@@ -210,6 +212,15 @@ def joined(stated: Sequence[PrivacyStatement]) -> PrivacyStatement:
     lines = tuple(dict.fromkeys(line for one in stated for line in one.not_covered))
     found = replace(max(stated, key=lambda one: one.steps), not_covered=lines)
     return _void(found, overrides) if overrides else found
+
+
+def _other_runs(ledger: SpendLedger, run: str) -> list[tuple[str, str]]:
+    """The line on other runs in the ledger of a folder; that of a dataset has a line with their sum."""
+    others = sum(steps for other, steps in ledger.runs().items() if other != run)
+    if not others or ledger.dataset is not None or ledger.shared is not None:
+        return []
+    words = f"{others} steps of other runs in this ledger are not included; on the same data, their epsilons add up"
+    return [("Other runs", words)]
 
 
 def _void(statement: PrivacyStatement, reasons: tuple[str, ...]) -> PrivacyStatement:
