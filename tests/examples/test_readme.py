@@ -193,7 +193,7 @@ def test_the_page_on_installation_has_every_extra() -> None:
     named = {
         name for row in re.findall(r"^\| (`.*?) \|", page("install"), re.M) for name in re.findall(r"`([\w-]+)`", row)
     }
-    assert named == set(extras) - {"dev", "docs"}
+    assert named == set(extras)
 
 
 def test_every_installation_has_one_of_two_forms() -> None:

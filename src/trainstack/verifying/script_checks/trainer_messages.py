@@ -79,8 +79,8 @@ _ROWS = (
          "output.squeeze(1), or target.unsqueeze(1)."),
     _Row("D310", r"Target -?\d+ is out of bounds|class values must be|all elements of (input|target) should be between",
          "train_step", "Number the classes from 0 to C - 1, and make the last layer as wide as their number C."),
-    _Row("D301", "in which there is no loss|without a gradient graph|a loss is one number|no gradient flows|returned the number|first item is "
-         "the loss|does not require grad", "train_step"),
+    _Row("D301", "in which there is no loss|without a gradient graph|a loss is one number|no gradient flows|"
+         "returned the number|first item is the loss|does not require grad", "train_step"),
     _Row("D314", "^the (loss|gradient).* (is|are|has) .*(nan|inf)", "train_step",
          "Look for log(0), a division by 0, inputs that are not scaled, or a learning rate that is too high."),
     _Row("D401", "itself in global step|backward through the graph a second time", "train_step",
