@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from trainstack._tensor_classes import is_sharded
 from trainstack.backends import TrainerBackend
-from trainstack.checkpointing import AbstractCheckpointer
+from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
+from trainstack.checkpointing.arguments import DEFAULT_MONITOR
 from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
@@ -452,11 +453,23 @@ def _warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunL
         )
 
 
-def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:
-    """Return `args` with "val/accuracy" for the monitor "accuracy", if this is the name of a metric.
+def complete_monitor(
+    args: TrainerArguments, module: nn.Module, metrics: Any, checkpointer: AbstractCheckpointer | None
+) -> TrainerArguments:
+    """Return `args` with `monitor` of the given checkpointer or of `checkpointer_args`, if they set one.
 
-    The metrics are those of the trainer or else of the module. "loss" is the validation loss.
+    "accuracy" becomes "val/accuracy", if this is the name of a metric of the trainer, or else of the module. "loss" is
+    the validation loss. The arguments of a given checkpointer do not change.
     """
+    if args.monitor is None:
+        given = isinstance(checkpointer, DefaultCheckpointer)
+        theirs = (checkpointer.args if given else args.placed_checkpointer_args).monitored
+        if theirs.name == DEFAULT_MONITOR:
+            return args
+        saving = replace(args.checkpointer_args, monitor=DEFAULT_MONITOR, mode="auto")
+        args = replace(args, monitor=theirs.name, monitor_mode=theirs.mode, checkpointer_args=saving)
+        if given:
+            return args
     if metrics is None:
         metrics = getattr(module, "metrics", None)
     known = {"loss", *(metrics if isinstance(metrics, Mapping | nn.ModuleDict) else ())}

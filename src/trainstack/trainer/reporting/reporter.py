@@ -87,8 +87,7 @@ class Reporter:
         self._last_loss: float | None = None
         self._began = self._epoch_began = 0.0
         self._first_step = 0
-        watched = ("val/loss", "min") if args.monitor is None else (args.monitor, args.monitor_mode)
-        self._best = _BestSoFar(Monitor.of(*watched))
+        self._best = _BestSoFar(args.placed_checkpointer_args.monitored)
         self._recorder: RunRecorder | None = None
         self._has_ended = False
         self._clipping: ClippingCheck | None = None
