@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _OPTIMIZER = "it where the module makes its optimizer, in get_optimizers_schedulers"
 _SCHEDULER = "it where the module makes its scheduler, in get_optimizers_schedulers"
+_WARMUP = f"{_SCHEDULER}, or SupervisedModule(scheduler_kwargs={{'warmup': 0.1}}), a number of steps or a fraction"
 _LOADER = "it where the module makes its DataLoader, in get_train_dataloader or get_val_dataloaders"
 _CALLBACKS = "Trainer(module, args, callbacks=[...])"
 _STOPPING = "Trainer(module, args, callbacks=[callbacks.EarlyStopping(patience=3)])"
@@ -13,7 +14,7 @@ _SAVE = "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=10)"
 _NO_SAVE = "checkpointer_args=DefaultCheckpointerArguments(checkpoint=False)"
 _MICRO_BATCH = "gpu_batch_size_limit, the samples of a micro-batch"
 _WRITERS = 'writers, such as writers=["stdout", "csv", "tensorboard"]'
-_PRECISION = 'backend="sp-bf16" or "sp-amp"'
+_PRECISION = 'backend="auto-bf16" or "auto-amp", with and without torchrun'
 _LAUNCHER = "nothing: the launcher says it in the environment variable LOCAL_RANK"
 _DEVICES = "device, and start one process each with torchrun"
 _UNUSED = "backend_options={'ddp': {'find_unused_parameters': True}}"
@@ -135,12 +136,10 @@ ALIASES: dict[str, str] = {
             "lr_scheduler_type",
             "lr_scheduler_kwargs",
             "scheduler",
-            "warmup_steps",
-            "warmup_ratio",
-            "warmup_epochs",
         ),
         _SCHEDULER,
     ),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_epochs", "num_warmup_steps"), _WARMUP),
     "gradient_clip_val": "max_grad_norm, or clip_grads=False",
     "grad_clip": "max_grad_norm, or clip_grads=False",
     "clip_grad_norm": "max_grad_norm, or clip_grads=False",
@@ -197,8 +196,8 @@ ALIASES: dict[str, str] = {
     "deepspeed": 'backend="fsdp"',
     "fsdp_config": "backend_options={'fsdp': {...}}",
     **dict.fromkeys(("precision", "mixed_precision", "amp_mode", "use_amp", "amp"), _PRECISION),
-    "fp16": 'backend="sp-amp"',
-    "bf16": 'backend="sp-bf16"',
+    "fp16": 'backend="auto-amp", with and without torchrun',
+    "bf16": 'backend="auto-bf16", with and without torchrun',
     "tf32": 'float32_matmul_precision="high"',
     **dict.fromkeys(("torch_compile", "jit_compile"), "compile=True"),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs"), "activation_checkpointing=True"),

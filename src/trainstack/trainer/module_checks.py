@@ -24,6 +24,7 @@ from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Callback, Event
 from trainstack.trainer.misplaced import check_module, refuse_trainer_arguments
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
+from trainstack.trainer.module_names import OTHER_HOOKS
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 
@@ -307,7 +308,12 @@ def _check_library_names(module: Any) -> None:
 def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
     known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
-        if name.startswith("on_") and name not in known:
+        if name in OTHER_HOOKS:
+            log.warning(
+                f"{type(module).__name__}.{name} is not a hook and is never called by the trainer. "
+                f"Write {OTHER_HOOKS[name]}."
+            )
+        elif name.startswith("on_") and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)  # not 0.6: all names share words
             if close:
                 log.warning(
