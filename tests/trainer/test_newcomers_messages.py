@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train
-from trainstack.trainer.argument_names import ALIASES
-from trainstack.trainer.module_names import OTHER_HOOKS
+from trainstack.trainer.argument_names import ALIASES, OTHER_HOOKS
 
 # --- arguments of other libraries
 

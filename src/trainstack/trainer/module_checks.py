@@ -19,12 +19,12 @@ from trainstack.backends import TrainerBackend
 from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
 from trainstack.checkpointing.arguments import DEFAULT_MONITOR
 from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.argument_names import OTHER_HOOKS
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Callback, Event
 from trainstack.trainer.misplaced import check_module, refuse_trainer_arguments
 from trainstack.trainer.module_interface import CallbackInterface, ModuleInterface, library_names, name_conflict
-from trainstack.trainer.module_names import OTHER_HOOKS
 from trainstack.trainer.schedulers.building import is_scheduler, is_scheduler_factory
 from trainstack.trainer.schedulers.stepping import SchedulerConfig
 

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
+from trainstack.trainer.argument_names import NOT_ON_MODULE
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
 from trainstack.trainer.core.samples import samples_in
 from trainstack.trainer.core.several_updates import NextPart
-from trainstack.trainer.module_names import NOT_ON_MODULE
 from trainstack.trainer.tracking.history import RunHistory, check_name
 from trainstack.trainer.tracking.media import MediaLog
 from trainstack.trainer.tracking.provenance import Provenance

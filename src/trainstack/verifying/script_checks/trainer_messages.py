@@ -96,6 +96,7 @@ _EXPECTED = (
     "run directory",
     "saved",
     "train_step or a hook logged",
+    "train_batch_size=1: each update",  # D109 reports it
 )
 """Beginnings of messages that tell of no mistake."""
 
