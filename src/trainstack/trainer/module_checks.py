@@ -468,8 +468,8 @@ def complete_monitor(
     the validation loss. The arguments of a given checkpointer do not change.
     """
     if args.monitor is None:
-        given = isinstance(checkpointer, DefaultCheckpointer)
-        theirs = (checkpointer.args if given else args.placed_checkpointer_args).monitored
+        given = checkpointer.args if isinstance(checkpointer, DefaultCheckpointer) else None
+        theirs = (given or args.placed_checkpointer_args).monitored
         if theirs.name == DEFAULT_MONITOR:
             return args
         saving = replace(args.checkpointer_args, monitor=DEFAULT_MONITOR, mode="auto")
