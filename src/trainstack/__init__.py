@@ -67,6 +67,19 @@ _PLACES = {
     "register_tensor_class": "trainstack._tensor_classes",
 }
 _get_own = lazy_imports(__name__, _PLACES)
+_ELSEWHERE = {
+    **dict.fromkeys(("LightningModule", "TrainerModule"), "trainstack.ModuleInterface"),
+    "LightningDataModule": "get_train_dataloader and get_val_dataloaders of the ModuleInterface",
+    "ModelCheckpoint": "TrainerArguments(checkpointer_args=DefaultCheckpointerArguments(...))",
+    "CSVLogger": 'TrainerArguments(writers=["csv"])',
+    "TensorBoardLogger": 'TrainerArguments(writers=["tensorboard"])',
+    "WandbLogger": 'TrainerArguments(writers=["wandb"])',
+    "MLFlowLogger": 'TrainerArguments(writers=["mlflow"])',
+    "LearningRateMonitor": "trainstack.callbacks.LRMonitor",
+    "TrainerCallback": "trainstack.Callback",
+    "TrainingArguments": "trainstack.TrainerArguments",
+}
+"""Names of Lightning and transformers, and the code to write instead."""
 
 
 def __getattr__(name: str) -> Any:
@@ -82,7 +95,8 @@ def __getattr__(name: str) -> Any:
     found = next((package for package in packages if name in package.__all__), None)
     if found is None:
         ready_made = import_module("trainstack.trainer.callbacks")
-        hint = f". Write {__name__}.callbacks.{name}" if name in ready_made.__all__ else ""
+        write = f"{__name__}.callbacks.{name}" if name in ready_made.__all__ else _ELSEWHERE.get(name)
+        hint = f". Write {write}" if write else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     value = globals()[name] = getattr(found, name)
     return value

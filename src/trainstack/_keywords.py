@@ -51,15 +51,19 @@ def check_known_fields(cls: Any, names: Iterable[Any], where: str) -> None:
     """Refuse `names` that are not fields of the dataclass `cls`.
 
     Raises:
-        ConfigurationError: with `where` they were given, and a suggestion.
+        ConfigurationError: with `where` they were given, and a suggestion for each.
     """
     known = [field.name for field in fields(cls)]
     elsewhere: Mapping[str, str] = getattr(cls, "ALIASES", {})
+    sentences, has_list = [], False
     for name in names:
         if name not in known:
             close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(str(name), known, 1, CUTOFF)
-            hint = f"Write {close[0]}." if close else f"The arguments are {', '.join(sorted(known))}."
-            raise ConfigurationError(f"{where} has no argument {name!r}. {hint}")
+            sentences.append(f"{where} has no argument {name!r}." + (f" Write {close[0]}." if close else ""))
+            has_list = has_list or not close
+    if sentences:
+        more = [f"The arguments are {', '.join(sorted(known))}."] if has_list else []
+        raise ConfigurationError(" ".join([*sentences, *more]))
 
 
 def keywords_taken(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,20 @@ def test_a_script_that_cannot_be_checked_gets_a_reason(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", ":Line"])
+def test_a_traceback_begins_in_the_file(name: str, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("script_g.py", MODULE + "raise KeyError('mine')")
+    assert main(["doctor", f"{file}{name}"]) == 2
+    frames = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "script_g.py" in frames[0]
+
+
+def test_a_train_batch_size_of_one_is_reported_once(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("script_h.py", MODULE.replace("100", "1200").replace("60", "1100"))
+    assert ids(diagnosed(capsys, f"{file}:Line")[1]) == ["D109"]
+
+
 def test_a_file_that_is_not_there_is_named(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "nowhere.py"]) == 2
     assert "there is no file nowhere.py" in capsys.readouterr().err

@@ -226,6 +226,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     found = ts.compare_runs(one, tmp_path / "two")
     assert (found.step, found.quantity, found.same_until) == (3, "forward", 2)
     assert "environment.world size (1 and 2)" in found.reason
+    assert "agree up to rounding, and with dropout the model draws other masks" in found.reason
     assert any("1 and 2 ranks" in note for note in found.notes)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train
-from trainstack.trainer.argument_names import ALIASES
+from trainstack.trainer.argument_names import ALIASES, OTHER_HOOKS
 
 # --- arguments of other libraries
 
@@ -74,6 +74,14 @@ def test_suggested_arguments_exist() -> None:
             assert argument in inspect.signature(kind).parameters, f"{name}: {text}"
 
 
+def test_suggested_arguments_of_checkpoints_exist() -> None:
+    kind = ts.DefaultCheckpointerArguments
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name, text in kind.ALIASES.items():
+        assert name not in fields
+        assert text.partition(",")[0] in fields or text.startswith("trainer.export("), name
+
+
 @pytest.mark.parametrize("name", ["sabe_every", "xyz", "train_steps_each_epoch_please"])
 def test_a_name_that_is_not_alike_gets_no_suggestion(name: str) -> None:
     with pytest.raises(ts.ConfigurationError, match="The arguments are activation_checkpointing, "):
@@ -125,6 +133,12 @@ class Lightning(ts.ModuleInterface):
     def configure_optimizers(self) -> Any: ...
 
     def train_dataloader(self) -> Any: ...
+
+
+class Hyper(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()  # type: ignore[operator]
 
 
 class NoSuper(Classifier):
@@ -267,6 +281,45 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         'return {"a": loader_a, "b": loader_b}.',
     ),
     "a seed in quotes": (lambda folder: ts.seed_everything("0"), "seed='0': write a whole number."),  # type: ignore[arg-type]
+    "several settings of the trainer": (
+        lambda folder: ts.Trainer(Classifier(), max_epochs=8, precision="bf16", epochs=2),  # type: ignore[arg-type]
+        "Trainer has no argument 'max_epochs'. Write epochs. Settings go into TrainerArguments: Trainer(module, "
+        "TrainerArguments(epochs=8)). Trainer has no argument 'precision'. Write backend=\"auto-bf16\"",
+    ),
+    "several wrong arguments": (
+        lambda folder: ts.TrainerArguments(max_epochs=8, lr=0.1),  # type: ignore[call-arg]
+        "'max_epochs'. Write epochs. TrainerArguments has no argument 'lr'. Write it where the module makes",
+    ),
+    "a test of the best checkpoint": (
+        lambda folder: ts.Trainer(Classifier()).test(ckpt_path="best"),  # type: ignore[arg-type]
+        "Trainer.test has no argument 'ckpt_path'. The weights are those of the module. For the best checkpoint, call "
+        'trainstack.warm_start(trainer.module, f"{trainer.checkpointer.save_dir}/best", strict=True) before.',
+    ),
+    "a validation of a checkpoint": (
+        lambda folder: ts.Trainer(Classifier()).validate(ckpt_path="best"),  # type: ignore[arg-type]
+        "Trainer.validate has no argument 'ckpt_path'. The weights are",
+    ),
+    "a prediction with an unknown argument": (
+        lambda folder: ts.Trainer(Classifier()).predict(DATA, batchsize=2),  # type: ignore[arg-type]
+        "Trainer.predict has no argument 'batchsize'. It takes data, keep_outputs, batch_size,",
+    ),
+    "options of the log": (
+        called(lambda module, batch: module.log("loss", 1.0, prog_bar=True, on_epoch=True)),
+        "self.log has no argument 'prog_bar', 'on_epoch'. Write self.log('loss', value).",
+    ),
+    "the module of Lightning": (lambda folder: ts.LightningModule, "Write trainstack.ModuleInterface"),
+    "the checkpoints of Lightning": (lambda folder: ts.ModelCheckpoint, "Write TrainerArguments(checkpointer_args="),
+    "a logger of Lightning": (lambda folder: ts.CSVLogger, 'Write TrainerArguments(writers=["csv"])'),
+    "the data of Lightning": (lambda folder: ts.LightningDataModule, "Write get_train_dataloader and"),
+    "an option of EarlyStopping": (
+        lambda folder: ts.callbacks.EarlyStopping("val/loss", verbose=True),  # type: ignore[arg-type]
+        "EarlyStopping has no argument 'verbose'. The arguments are monitor, mode, patience,",
+    ),
+    "the number of best checkpoints": (
+        lambda folder: ts.DefaultCheckpointerArguments(save_top_k=2, dirpath="x"),  # type: ignore[call-arg]
+        "DefaultCheckpointerArguments has no argument 'save_top_k'. Write keep_best, a number such as 2. "
+        "DefaultCheckpointerArguments has no argument 'dirpath'. Write save_dir.",
+    ),
     "a part with its own train": (
         lambda folder: train(with_part(Trains(2, 2)), folder),
         "the part 'layers.0' (Trains) defines train, which cannot be called with a mode",
@@ -288,6 +341,10 @@ def test_a_mistake_gets_the_sentence_that_helps(mistake: str, tmp_path: Path) ->
     [
         (called(lambda module, batch: module.device), "Broken has no device. Steps get it as an argument"),
         (called(lambda module, batch: module.trainer.global_step), "Broken has no trainer. Hooks of a Callback get it"),
+        (lambda folder: Hyper(), "Hyper has no save_hyperparameters. Set self.hyperparameters in __init__."),
+        (called(lambda module, batch: module.log_dict({})), "Broken has no log_dict. Call self.log(name, value)"),
+        (called(lambda module, batch: module.print(1)), "Broken has no print. Write trainstack.print_once(...)"),
+        (called(lambda module, batch: module.current_epoch), "Broken has no current_epoch. on_begin_train_epoch("),
         (val_step_with(backwards), "gradients are off in val_step. Write `with torch.enable_grad():`"),
     ],
 )
@@ -359,3 +416,41 @@ def test_another_number_of_samples_than_planned_is_named(
 
     train(Own(), tmp_path, train_batch_size=planned)
     assert caplog.text.count(f"the first global step has 8 samples, and train_batch_size={planned}") == int(said)
+
+
+def test_hooks_of_other_libraries_get_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Hooked(Classifier):
+        def on_train_epoch_start(self) -> None: ...
+
+        def on_validation_epoch_end(self) -> None: ...
+
+    train(Hooked(numbers(16)), tmp_path)
+    text = " ".join(caplog.messages)
+    for name, meant in (
+        ("on_train_epoch_start", "on_begin_train_epoch("),
+        ("on_validation_epoch_end", "on_end_val_epoch("),
+    ):
+        assert f"Hooked.{name} is not a hook and is never called by the trainer. Write {meant}" in text
+
+
+def test_suggested_hooks_exist() -> None:
+    hooks = {event.method for event in ts.Event} | {name for name in dir(ts.ModuleInterface) if name.startswith("on_")}
+    for name, text in OTHER_HOOKS.items():
+        assert name not in hooks, name
+        assert text.partition("(")[0] in hooks, text
+
+
+def test_a_metric_without_a_loss_belongs_into_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    val_step_with(lambda module, batch: {"val_acc": torch.tensor(0.5)})(tmp_path)
+    assert "For a metric, call self.log('val_acc', ...) in val_step." in " ".join(caplog.messages)
+
+
+def test_the_best_checkpoint_is_evaluated_as_the_error_says(tmp_path: Path) -> None:
+    keeping = ts.DefaultCheckpointerArguments(monitor="val/loss", mode="max")  # the worst loss, which is the first
+    module = Classifier(numbers(16), validate=True)
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=3, checkpointer_args=keeping))
+    losses: list[float] = []
+    trainer.on(ts.Event.EPOCH_END)(lambda trainer: losses.append(trainer.history.get_latest_metric("val/loss")))
+    trainer.train()
+    ts.warm_start(trainer.module, f"{trainer.checkpointer.save_dir}/best", strict=True)  # type: ignore[attr-defined]
+    assert trainer.validate().metrics["val/loss"] == max(losses) != losses[-1]

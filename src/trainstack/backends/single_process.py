@@ -48,7 +48,8 @@ class SingleProcess(TrainerBackend):
         if self.standalone and (size := launcher_world_size(self._environ)) > 1:
             raise ConfigurationError(
                 f"backend 'sp' in a world of {size} processes: each would train a separate model. "
-                "Start one process, or choose a backend that joins them: 'ddp'. If separate models are intended, write "
+                "Start one process, or choose a backend that joins them: 'ddp' for 'sp', 'ddp-bf16' for 'sp-bf16', or "
+                "'auto' and 'auto-bf16', which need no change for one process. If separate models are intended, write "
                 "backend_options={'sp': {'environ': {}}}, and another output_dir in each."
             )
         self._selected.close()

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainstack._files import expand_path
 from trainstack._keywords import SuggestsNames, explain_frozen
@@ -78,6 +78,21 @@ def _direction_of(name: str) -> Direction | None:
     return found[0] if len(found) == 1 else None
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("save_top_k", "save_best", "save_best_only", "n_saved"), "keep_best, a number such as 2"),
+    **dict.fromkeys(("save_last", "max_to_keep", "save_total_limit"), "keep_last, a number such as 2"),
+    **dict.fromkeys(("dirpath", "dirname", "directory", "output_dir"), "save_dir"),
+    **dict.fromkeys(("filename", "filename_prefix", "prefix"), "file_prefix"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_every"), "every_n_steps"),
+    **dict.fromkeys(("every_n_epoch", "every_n_val_epochs", "save_freq"), "every_n_epochs"),
+    "train_time_interval": "every_n_seconds",
+    "monitor_mode": "mode",
+    "save_weights_only": "trainer.export(path) after the training",
+    "enable_checkpointing": "checkpoint",
+    "verbose": "log_level",
+}
+"""Names of Lightning, Keras, Ignite and transformers: the end of a sentence that begins "Write"."""
+
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -139,6 +154,8 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
     """
+
+    ALIASES: ClassVar[dict[str, str]] = _OTHER_NAMES
 
     checkpoint: bool = True
     delete_existing_checkpoints: bool = False

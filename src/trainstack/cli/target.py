@@ -9,11 +9,10 @@ import inspect
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import trainstack
@@ -39,22 +38,32 @@ def report_user_errors() -> Iterator[None]:
     except UserCodeError:
         raise
     except (PeerError, LaunchError, NonFiniteError) as error:
-        raise UserCodeError from error
+        raise UserCodeError from _from_user(error)
     except (TrainstackError, OSError) as error:
-        if not _has_frame_of_user(error):
+        if _first_frame_of_user(error) is None:
             raise
-        raise UserCodeError from error
+        raise UserCodeError from _from_user(error)
     except Exception as error:
-        raise UserCodeError from error
+        raise UserCodeError from _from_user(error)
 
 
-def _has_frame_of_user(error: BaseException) -> bool:
-    """Whether code outside the library, Python and the installed packages was running."""
+def _from_user(error: Exception) -> Exception:
+    """`error` with the traceback from the first frame of the user's code on; unchanged without such a frame."""
+    return error.with_traceback(_first_frame_of_user(error) or error.__traceback__)
+
+
+def _first_frame_of_user(error: BaseException) -> TracebackType | None:
+    """The outermost frame outside the library, Python and the installed packages."""
     paths = sysconfig.get_paths()
     others = [os.path.dirname(trainstack.__file__), *(paths[n] for n in ("stdlib", "platstdlib", "purelib", "platlib"))]
     roots = tuple(os.path.join(os.path.realpath(folder), "") for folder in others)
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(not file.startswith("<") and not os.path.realpath(file).startswith(roots) for file in files)
+    frame = error.__traceback__
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if not file.startswith("<") and not os.path.realpath(file).startswith(roots):
+            break
+        frame = frame.tb_next
+    return frame
 
 
 def load_target(target: str) -> Callable[..., ModuleInterface]:

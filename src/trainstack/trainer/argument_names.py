@@ -1,9 +1,10 @@
-"""Names of other libraries for the arguments of a run, with their places in this one."""
+"""Names of other libraries for arguments, and for attributes and hooks of modules, with their counterparts."""
 
 from __future__ import annotations
 
 _OPTIMIZER = "it where the module makes its optimizer, in get_optimizers_schedulers"
 _SCHEDULER = "it where the module makes its scheduler, in get_optimizers_schedulers"
+_WARMUP = f"{_SCHEDULER}, or SupervisedModule(scheduler_kwargs={{'warmup': 0.1}}), a number of steps or a fraction"
 _LOADER = "it where the module makes its DataLoader, in get_train_dataloader or get_val_dataloaders"
 _CALLBACKS = "Trainer(module, args, callbacks=[...])"
 _STOPPING = "Trainer(module, args, callbacks=[callbacks.EarlyStopping(patience=3)])"
@@ -13,7 +14,7 @@ _SAVE = "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=10)"
 _NO_SAVE = "checkpointer_args=DefaultCheckpointerArguments(checkpoint=False)"
 _MICRO_BATCH = "gpu_batch_size_limit, the samples of a micro-batch"
 _WRITERS = 'writers, such as writers=["stdout", "csv", "tensorboard"]'
-_PRECISION = 'backend="sp-bf16" or "sp-amp"'
+_PRECISION = 'backend="auto-bf16" or "auto-amp", with and without torchrun'
 _LAUNCHER = "nothing: the launcher says it in the environment variable LOCAL_RANK"
 _DEVICES = "device, and start one process each with torchrun"
 _UNUSED = "backend_options={'ddp': {'find_unused_parameters': True}}"
@@ -135,12 +136,10 @@ ALIASES: dict[str, str] = {
             "lr_scheduler_type",
             "lr_scheduler_kwargs",
             "scheduler",
-            "warmup_steps",
-            "warmup_ratio",
-            "warmup_epochs",
         ),
         _SCHEDULER,
     ),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_epochs", "num_warmup_steps"), _WARMUP),
     "gradient_clip_val": "max_grad_norm, or clip_grads=False",
     "grad_clip": "max_grad_norm, or clip_grads=False",
     "clip_grad_norm": "max_grad_norm, or clip_grads=False",
@@ -197,8 +196,8 @@ ALIASES: dict[str, str] = {
     "deepspeed": 'backend="fsdp"',
     "fsdp_config": "backend_options={'fsdp': {...}}",
     **dict.fromkeys(("precision", "mixed_precision", "amp_mode", "use_amp", "amp"), _PRECISION),
-    "fp16": 'backend="sp-amp"',
-    "bf16": 'backend="sp-bf16"',
+    "fp16": 'backend="auto-amp", with and without torchrun',
+    "bf16": 'backend="auto-bf16", with and without torchrun',
     "tf32": 'float32_matmul_precision="high"',
     **dict.fromkeys(("torch_compile", "jit_compile"), "compile=True"),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs"), "activation_checkpointing=True"),
@@ -214,3 +213,42 @@ ALIASES: dict[str, str] = {
     "stat": "its values below stats_args",
 }
 """Names of Lightning, transformers, Keras, skorch, Ignite and PyMarlin: the end of a sentence that begins "Write"."""
+
+_HYPERPARAMETERS = "Set self.hyperparameters in __init__"
+
+NOT_ON_MODULE = {
+    "device": "Steps get it as an argument: train_step(self, global_step, batch, device)",
+    "trainer": "Hooks of a Callback get it as an argument; a module has self.plan, self.log and self.micro_batch",
+    "global_step": "Steps and hooks get it as an argument: train_step(self, global_step, batch, device)",
+    "current_epoch": "on_begin_train_epoch(self, global_step, epoch) gets it; keep it under another name",
+    "global_rank": "Write trainstack.print_once or trainstack.rank_zero_only, or use trainer.world.rank in a Callback",
+    "hparams": _HYPERPARAMETERS,
+    "load_from_checkpoint": "Make the module, and call trainstack.warm_start(module, path, strict=True)",
+    "log_dict": "Call self.log(name, value) for each item",
+    "lr_schedulers": "Keep the schedulers in attributes in get_optimizers_schedulers",
+    "manual_backward": "The trainer calls backward() on the returned loss; train_step may also yield several losses",
+    "optimizers": "Keep the optimizers in attributes in get_optimizers_schedulers",
+    "print": "Write trainstack.print_once(...), or trainer.print(...) in a Callback",
+    "save_hyperparameters": _HYPERPARAMETERS,
+}
+"""Attributes that modules of Lightning have; each value is a sentence without its full stop."""
+
+_EPOCH_BEGIN = "on_begin_train_epoch(self, global_step, epoch)"
+_EPOCH_END = "on_end_train_epoch(self, global_step)"
+_VAL_END = "on_end_val_epoch(self, global_step, *outputs, key)"
+
+OTHER_HOOKS = {
+    "on_fit_start": "on_ready",
+    "on_fit_end": "on_end_train(self, global_step)",
+    "on_train_start": "on_train_begin",
+    "on_train_batch_start": "on_train_batch_begin",
+    "on_train_epoch_start": _EPOCH_BEGIN,
+    "on_validation_start": "on_validation_begin",
+    "on_validation_epoch_start": "on_validation_begin",
+    "on_validation_epoch_end": _VAL_END,
+    "on_validation_batch_start": "on_validation_batch_begin",
+    "on_epoch_start": _EPOCH_BEGIN,
+    "training_epoch_end": _EPOCH_END,
+    "validation_epoch_end": _VAL_END,
+}
+"""Hooks of Lightning that a module of this library does not have."""

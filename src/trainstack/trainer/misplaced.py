@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NoReturn
 
 from torch import nn
 
-from trainstack.errors import ConfigurationError, ModuleContractError, annotate
+from trainstack.errors import ConfigurationError, ModuleContractError
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.module_interface import ModuleInterface
 
@@ -46,34 +47,21 @@ def refuse_trainer_arguments(kind: type, unknown: Mapping[str, Any]) -> NoReturn
     """Refuse keyword arguments that a trainer of the class `kind` does not have.
 
     Raises:
-        ConfigurationError: with the place of the first one.
+        ConfigurationError: with the place of each.
     """
-    name, value = next(iter(unknown.items()))
-    if name in {field.name for field in fields(TrainerArguments)}:
-        how = f"Settings go into TrainerArguments: {kind.__name__}(module, TrainerArguments({name}={value!r}))."
-    elif name in ("backend_spec", "strategy"):
-        how = 'Write TrainerArguments(backend="ddp").'
-    else:
-        alias = TrainerArguments.ALIASES.get(name)
-        how = f"Write {alias}." if alias else "See the arguments of Trainer and TrainerArguments."
-    raise ConfigurationError(f"{kind.__name__} has no argument {name!r}. {how}")
+    sentences = [f"{kind.__name__} has no argument {name!r}. {_place(kind, name, unknown[name])}" for name in unknown]
+    raise ConfigurationError(" ".join(sentences))
 
 
-_NOT_ON_MODULE = {
-    "device": "Steps get it as an argument: train_step(self, global_step, batch, device)",
-    "trainer": "Hooks of a Callback get it as an argument; a module has self.plan, self.log and self.micro_batch",
-    "global_step": "Steps and hooks get it as an argument: train_step(self, global_step, batch, device)",
-    "current_epoch": "on_begin_train_epoch(self, global_step, epoch) gets it; keep it under another name",
-    "hparams": "Set self.hyperparameters in __init__",
-    "log_dict": "Call self.log(name, value) for each item",
-    "manual_backward": "The trainer calls backward() on the returned loss; train_step may also yield several losses",
-    "optimizers": "Keep the optimizers in attributes in get_optimizers_schedulers",
-    "save_hyperparameters": "Set self.hyperparameters in __init__",
-}
-"""Attributes that modules of Lightning have."""
-
-
-def explain_step_error(error: Exception, module: nn.Module) -> None:
-    """Annotate an error of a step that looked for an attribute of another library's modules."""
-    if isinstance(error, AttributeError) and error.obj is module and error.name in _NOT_ON_MODULE:
-        annotate(error, f"{type(module).__name__} has no {error.name}. {_NOT_ON_MODULE[error.name]}")
+def _place(kind: type, name: str, value: Any) -> str:
+    known = {field.name for field in fields(TrainerArguments)}
+    alias = TrainerArguments.ALIASES.get(name, name)
+    if name in ("backend_spec", "strategy"):
+        return 'Write TrainerArguments(backend="ddp").'
+    write = "" if alias == name else f"Write {alias}. "
+    if alias in known:
+        settings = f"TrainerArguments({alias}={value!r})"
+        return f"{write}Settings go into TrainerArguments: {kind.__name__}(module, {settings})."
+    if re.split(r"\W", alias)[0] in known:
+        return f"{write}Settings go into TrainerArguments."
+    return write.rstrip() or "See the arguments of Trainer and TrainerArguments."

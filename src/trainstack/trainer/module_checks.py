@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from trainstack._tensor_classes import is_sharded
 from trainstack.backends import TrainerBackend
-from trainstack.checkpointing import AbstractCheckpointer
+from trainstack.checkpointing import AbstractCheckpointer, DefaultCheckpointer
+from trainstack.checkpointing.arguments import DEFAULT_MONITOR
 from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.trainer.argument_names import OTHER_HOOKS
 from trainstack.trainer.arguments import TrainerArguments
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.events.event import Callback, Event
@@ -310,7 +312,12 @@ def _check_library_names(module: Any) -> None:
 def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
     known = [name for name in dir(CallbackInterface) if name.startswith("on_")] + [e.method for e in Event]
     for name in dir(type(module)):
-        if name.startswith("on_") and name not in known:
+        if name in OTHER_HOOKS:
+            log.warning(
+                f"{type(module).__name__}.{name} is not a hook and is never called by the trainer. "
+                f"Write {OTHER_HOOKS[name]}."
+            )
+        elif name.startswith("on_") and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)  # not 0.6: all names share words
             if close:
                 log.warning(
@@ -456,11 +463,23 @@ def _warn_of_other_precision(module: nn.Module, stack: TrainerBackend, log: RunL
         )
 
 
-def complete_monitor(args: TrainerArguments, module: nn.Module, metrics: Any) -> TrainerArguments:
-    """Return `args` with "val/accuracy" for the monitor "accuracy", if this is the name of a metric.
+def complete_monitor(
+    args: TrainerArguments, module: nn.Module, metrics: Any, checkpointer: AbstractCheckpointer | None
+) -> TrainerArguments:
+    """Return `args` with `monitor` of the given checkpointer or of `checkpointer_args`, if they set one.
 
-    The metrics are those of the trainer or else of the module. "loss" is the validation loss.
+    "accuracy" becomes "val/accuracy", if this is the name of a metric of the trainer, or else of the module. "loss" is
+    the validation loss. The arguments of a given checkpointer do not change.
     """
+    if args.monitor is None:
+        given = checkpointer.args if isinstance(checkpointer, DefaultCheckpointer) else None
+        theirs = (given or args.placed_checkpointer_args).monitored
+        if theirs.name == DEFAULT_MONITOR:
+            return args
+        saving = replace(args.checkpointer_args, monitor=DEFAULT_MONITOR, mode="auto")
+        args = replace(args, monitor=theirs.name, monitor_mode=theirs.mode, checkpointer_args=saving)
+        if given:
+            return args
     if metrics is None:
         metrics = getattr(module, "metrics", None)
     known = {"loss", *(metrics if isinstance(metrics, Mapping | nn.ModuleDict) else ())}

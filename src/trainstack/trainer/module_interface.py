@@ -10,14 +10,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from trainstack.errors import ConfigurationError, ModuleContractError
+from trainstack.errors import ConfigurationError, ModuleContractError, annotate
 from trainstack.stage import Stage
+from trainstack.trainer.argument_names import NOT_ON_MODULE
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.core.plan import TrainingPlan
@@ -207,6 +208,21 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         if missing := sorted(getattr(cls, "__abstractmethods__", ())):
             raise _lacks_methods(cls, missing)
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # type checkers use the annotations of the user
+
+        def __getattr__(self, name: str) -> Any:
+            """Look up parts and parameters; the error for an attribute of another library's modules has a note.
+
+            Raises:
+                AttributeError: there is no such attribute.
+            """
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                if name in NOT_ON_MODULE:
+                    annotate(error, f"{type(self).__name__} has no {name}. {NOT_ON_MODULE[name]}.")
+                raise
 
     @abstractmethod
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
@@ -433,7 +449,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"DataLoader does not accept the options {chosen}: {error}") from error
 
-    def log(self, name: str, value: Any) -> None:
+    def log(self, name: str, value: Any, **unknown: NoReturn) -> None:
         """Record a number under `name` at the current step; a tensor is read at the next log point, not now.
 
         Values of `val_step` and `test_step` are recorded once, at the end of the evaluation, as their mean over the
@@ -445,10 +461,17 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         Args:
             name: name of the metric, such as "train/accuracy".
             value: a number, or a tensor with one element on any device.
+            unknown: always an error.
 
         Raises:
-            ConfigurationError: the name or the value is invalid, or the trainer itself records a metric of this name.
+            ConfigurationError: the name or the value is invalid, the trainer itself records a metric of this name, or
+                there is another argument.
         """
+        if unknown:
+            raise ConfigurationError(
+                f"self.log has no argument {', '.join(map(repr, unknown))}. Write self.log({name!r}, value). Steps, "
+                "means over evaluations and processes, progress and writers are automatic."
+            )
         if self._log_sink is None:
             alone = RunHistory()
             alone.update_metric(name, _plain_value(value))

@@ -139,7 +139,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     ) -> None:
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
-        args = _settled(args, module, metrics)
+        args = _settled(args, module, metrics, checkpointer)
         trainer_backend = _stack_of(trainer_backend, args, self)
         checkpointer = _checkpointer_of(checkpointer, args)
         self._context = context = RunContext(
@@ -493,11 +493,13 @@ def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments)
     return DefaultCheckpointer(args.placed_checkpointer_args) if given is None or args.fast_dev_run else given
 
 
-def _settled(args: TrainerArguments, module: ModuleInterface, metrics: Any) -> TrainerArguments:
+def _settled(
+    args: TrainerArguments, module: ModuleInterface, metrics: Any, checkpointer: AbstractCheckpointer | None
+) -> TrainerArguments:
     """Return the arguments of a run of `module`; seeds the generators of the process if `seed_everything` is set."""
     if args.seed_everything:
         seed_everything(args.seed)
-    return complete_monitor(limit_for_dev_run(args), module, metrics)
+    return complete_monitor(limit_for_dev_run(args), module, metrics, checkpointer)
 
 
 def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:

@@ -204,6 +204,28 @@ class TestMonitor:
         with pytest.raises(ts.ConfigurationError, match="contradict each other"):
             ts.TrainerArguments(monitor="val/acc", checkpointer_args=ts.DefaultCheckpointerArguments(monitor="val/f1"))
 
+    def test_the_monitor_of_the_checkpointer_is_that_of_the_run(self, tmp_path: Path) -> None:
+        keeping = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1, monitor="of_step", mode="max")
+        trainer = train(Counting(), tmp_path / "arguments", epochs=3, checkpointer_args=keeping)
+        assert (trainer.args.monitor, trainer.args.monitor_mode) == ("of_step", "max")
+        assert trainer.checkpointer.args.monitor == "of_step"  # type: ignore[attr-defined]
+        given = ts.Trainer(Counting(), arguments(tmp_path / "given"), checkpointer=ts.DefaultCheckpointer(keeping))
+        assert (given.args.monitor, given.args.monitor_mode) == ("of_step", "max")
+        unset = ts.Trainer(Counting(), arguments(tmp_path / "unset"))
+        assert unset.args.monitor is None
+
+    def test_the_summary_shows_the_best_value_of_the_checkpointer(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        keeping = ts.DefaultCheckpointerArguments(monitor="of_step", mode="max")
+        train(Counting(), tmp_path, epochs=2, checkpointer_args=keeping, writers=["stdout"])
+        assert re.search(r"best\W+of_step 1 in epoch 1", "".join(capsys.readouterr()))
+
+    def test_a_wrong_monitor_of_the_checkpointer_raises_an_error(self, tmp_path: Path) -> None:
+        keeping = ts.DefaultCheckpointerArguments(monitor="val/los", mode="min")
+        with pytest.raises(ts.ConfigurationError, match=r"no metric 'val/los'.*Did you mean 'val/loss'"):
+            train(Counting(), tmp_path, checkpointer_args=keeping)
+
 
 class TestDeterminism:
     @pytest.mark.spec("HZ-09")

@@ -180,6 +180,14 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda o: schedulers.warmup_cosine(o, ts.placeholders.TOTAL_STEPS),
         "TOTAL_STEPS has no value before the run's plan",
     ),
+    "an option of transformers": (
+        lambda o: schedulers.build_scheduler("warmup_cosine", warmup_steps=4)(o),
+        "the scheduler 'warmup_cosine' has no option 'warmup_steps'. Write warmup.",
+    ),
+    "an unknown option": (
+        lambda o: schedulers.build_scheduler("StepLR", steps=4)(o),
+        "the scheduler 'StepLR' has no option 'steps'. The options are step_size,",
+    ),
     "an unknown name": (lambda o: schedulers.build_scheduler("warmup_cosin")(o), "Did you mean 'warmup_cosine'"),
     "nothing like a name": (lambda o: schedulers.build_scheduler("xx")(o), "there is no scheduler 'xx'. There are"),
 }

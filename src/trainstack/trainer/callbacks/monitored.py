@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from trainstack.checkpointing.arguments import Monitor
 from trainstack.errors import ConfigurationError
@@ -274,7 +274,14 @@ class EarlyStopping(MonitorCallback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_finite: bool = True,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            raise ConfigurationError(
+                f"EarlyStopping has no argument {', '.join(map(repr, unknown))}. The arguments are monitor, mode, "
+                "patience, min_delta, min_delta_mode, stopping_threshold, divergence_threshold and check_finite. The "
+                "log always has the reason of a stop."
+            )
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigurationError(f"patience={patience!r}: write a whole number, 1 or more.")
         super().__init__(BestValue(monitor, mode, min_delta, min_delta_mode))

@@ -58,9 +58,11 @@ def missing_loss_message(outputs: Any, stage: Stage, *, is_consumed: bool) -> st
     misplaced = any(_is_single(item) for item in items) or any("loss" in str(key).lower() for key in named or ())
     if is_consumed and not misplaced:
         return None
+    single = [key for key, item in (named or {}).items() if _is_single(item)]
+    metric = f" For a metric, call self.log({single[0]!r}, ...) in {name}_step." if single else ""
     return (
         f"{name}_step returned {_described(outputs, items, named)}: no loss was found, so no {name}/loss is recorded. "
-        "Return (loss, ...) or a dict with the key 'loss'."
+        f"Return (loss, ...) or a dict with the key 'loss'.{metric}"
     )
 
 

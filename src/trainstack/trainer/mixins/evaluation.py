@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
@@ -26,6 +26,7 @@ class EvaluationMixin(TrainerBase):
         batch_size: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pad_value: float | None = None,
+        **unknown: NoReturn,
     ) -> EvaluationOutputs:
         """Run `val_step` over validation data and call `on_end_val_epoch`. Callbacks may call it in any hook.
 
@@ -45,10 +46,15 @@ class EvaluationMixin(TrainerBase):
             collate_fn: function that makes batches of the given datasets.
             pad_value: value that pads outputs at the end of each dimension, if their shapes differ in another dimension
                 than the first. Without it, such outputs are returned as a list with one tensor a batch.
+            unknown: always an error, which names the code to write.
 
         Returns:
             The outputs by loader; their attribute `metrics` has losses and metrics by name.
+
+        Raises:
+            ConfigurationError: an argument is unknown.
         """
+        _refuse("validate", unknown)
         with self._context.fail_together():
             run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
             outputs = run.evaluator.run_standalone(
@@ -74,12 +80,15 @@ class EvaluationMixin(TrainerBase):
         batch_size: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pad_value: float | None = None,
+        **unknown: NoReturn,
     ) -> EvaluationOutputs:
         """Run `test_step` over test data. Arguments and result are those of `validate`.
 
         Raises:
             ModuleContractError: there is no data.
+            ConfigurationError: an argument is unknown.
         """
+        _refuse("test", unknown)
         with self._context.fail_together():
             run = self._ready() if log and self.args.resume is not False else self._ready_to_evaluate()
             return run.evaluator.run_standalone(
@@ -101,6 +110,7 @@ class EvaluationMixin(TrainerBase):
         batch_size: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         pad_value: float | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Run `predict_step` over `dataloader` and return its results, joined in dataset order.
 
@@ -113,10 +123,12 @@ class EvaluationMixin(TrainerBase):
             batch_size: as for `validate`.
             collate_fn: as for `validate`.
             pad_value: as for `validate`.
+            unknown: as for `validate`.
 
         Raises:
-            ConfigurationError: `stream` with a dict, with `pad_value` or with `keep_outputs`.
+            ConfigurationError: `stream` with a dict, with `pad_value` or with `keep_outputs`; an argument is unknown.
         """
+        _refuse("predict", unknown)
         check_kept(keep_outputs)
         if stream and keep_outputs is not True:
             raise ConfigurationError(
@@ -148,3 +160,24 @@ class EvaluationMixin(TrainerBase):
         with self._context.fail_together():
             self._ready()
             return self.trainer_backend.gather(outputs)
+
+
+_WEIGHTS = (
+    "The weights are those of the module. For the best checkpoint, call trainstack.warm_start(trainer.module, "
+    'f"{trainer.checkpointer.save_dir}/best", strict=True) before.'
+)
+_ELSEWHERE = {
+    **dict.fromkeys(("ckpt_path", "checkpoint", "weights"), _WEIGHTS),
+    **dict.fromkeys(("model", "module"), "The model is the module of the Trainer."),
+    "datamodule": "Give the loaders or datasets as the first argument.",
+    "verbose": "The results are in the attribute metrics of the returned outputs.",
+}
+"""Arguments of the methods of Lightning's trainer, and their counterparts."""
+
+
+def _refuse(method: str, unknown: Mapping[str, Any]) -> None:
+    if unknown:
+        hints = dict.fromkeys(_ELSEWHERE[name] for name in unknown if name in _ELSEWHERE)
+        known = "keep_outputs, batch_size, collate_fn and pad_value" + (", stream" if method == "predict" else ", log")
+        how = " ".join(hints) or f"It takes data, {known}."
+        raise ConfigurationError(f"Trainer.{method} has no argument {', '.join(map(repr, unknown))}. {how}")

@@ -189,7 +189,8 @@ def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:
     causes = [change for change in changes if change.effect.breaks_exactness]
     if causes:
         shown = ", ".join(f"{c.name} ({c.saved} and {c.given})" for c in causes[:_MOST_NAMES])
-        return f"because the starts differ: {shown}{', ...' if len(causes) > _MOST_NAMES else ''}."
+        more = _WORLD_SIZE if any(c.name == "environment.world size" for c in causes) else ""
+        return f"because the starts differ: {shown}{', ...' if len(causes) > _MOST_NAMES else ''}.{more}"
     if quantity == START_WEIGHTS:
         return "because the runs began with other weights, by the same arguments and code: another random state before."
     cause = _UNEXPLAINED.get(quantity, _OPERATOR)
@@ -198,6 +199,9 @@ def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:
     return f"The recorded starts do not differ, so the cause is {cause}{unknown}."
 
 
+_WORLD_SIZE = (
+    " With another number of processes the values agree up to rounding, and with dropout the model draws other masks."
+)
 _EARLIER = (
     "other random numbers: batches and random states are recorded at log points alone, and at each step with "
     "record='full'"

@@ -19,7 +19,6 @@ from trainstack.errors import annotate
 from trainstack.trainer.context import RunContext
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.evaluation.metrics import Metrics
-from trainstack.trainer.misplaced import explain_step_error
 from trainstack.trainer.module_checks import left_out_parameters, shortened
 from trainstack.trainer.run.train_loop import TrainLoop
 
@@ -67,7 +66,6 @@ class StepChecks:
             self._check_updates()
         except Exception as error:
             self._annotate(error)
-            explain_step_error(error, self._context.module)
             raise
         finally:
             self._unplug()

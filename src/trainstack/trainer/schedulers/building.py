@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -275,6 +276,15 @@ _SHAPES: dict[str, Any] = {"inverse_sqrt": warmup.inverse_sqrt} | {
 }
 
 
+_OPTIONS = {
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps", "warmup_iters", "warmup_t"), "warmup"),
+    **dict.fromkeys(("num_training_steps", "max_steps", "t_total"), "total_steps"),
+    **dict.fromkeys(("min_lr_ratio", "min_ratio"), "final_ratio"),
+    **dict.fromkeys(("min_lr", "eta_min"), "final_lr"),
+}
+"""Options of the schedulers of transformers, timm and others, with those of ours."""
+
+
 def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
     """Return a factory for the scheduler `name`; return it from `get_optimizers_schedulers` among the schedulers.
 
@@ -284,11 +294,17 @@ def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
         **options: options of the scheduler; may contain placeholders.
 
     Raises:
-        ConfigurationError: there is no such scheduler.
+        ConfigurationError: there is no such scheduler, or it has no such option.
     """
     known = {**_SHAPES, **{key: getattr(lr_scheduler, key) for key in lr_scheduler.__all__ if key != "LRScheduler"}}
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(sorted(known))}."
         raise ConfigurationError(f"there is no scheduler {name!r}. {hint}")
+    names = [one for one in inspect.signature(known[name]).parameters if one != "optimizer"]
+    for option in options:
+        if option not in names:
+            alias = _OPTIONS.get(option)
+            hint = f"Write {alias}." if alias in names else f"The options are {', '.join(names)}."
+            raise ConfigurationError(f"the scheduler {name!r} has no option {option!r}. {hint}")
     return functools.partial(known[name], **options)

@@ -94,6 +94,7 @@ _EXPECTED = (
     "backend",
     "seed",
     "saved",
+    "train_batch_size=1: each update",  # D109 reports it
 )
 """Beginnings of messages that tell of no mistake."""
 
