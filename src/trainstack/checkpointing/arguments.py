@@ -81,6 +81,7 @@ def _direction_of(name: str) -> Direction | None:
 _OTHER_NAMES = {
     **dict.fromkeys(("save_top_k", "save_best", "save_best_only", "n_saved"), "keep_best, a number such as 2"),
     **dict.fromkeys(("save_last", "max_to_keep", "save_total_limit"), "keep_last, a number such as 2"),
+    "keep": "keep_last",
     **dict.fromkeys(("dirpath", "dirname", "directory", "output_dir"), "save_dir"),
     **dict.fromkeys(("filename", "filename_prefix", "prefix"), "file_prefix"),
     **dict.fromkeys(("every_n_train_steps", "save_steps", "save_every"), "every_n_steps"),
