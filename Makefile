@@ -138,7 +138,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt constraints-3.10.txt
 	  echo "trainstack needs Python 3.10 or newer, $(PYTHON) is older or missing. Name another: make PYTHON=python3.12 ..."; exit 1; }
 	@if [ -f $@ ]; then rm -f $@; echo "[setup] pins have changed: updating $(VENV)"; \
 	  else echo "[setup] 1/3 making $(VENV) with $(PYTHON)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); fi
-	@sed 's/^torch==.*/torch==$(or $(TORCH),&)/' $(PINS) > $(VENV)/constraints.txt
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' $(PINS) > $(VENV)/constraints.txt
 	@echo "[setup] 2/3 installing torch (about half a minute, more on a slow connection)"
 	@$(PIP) torch
 	@echo "[setup] 3/3 installing trainstack and its tools (about a minute)"
