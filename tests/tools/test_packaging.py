@@ -106,8 +106,11 @@ def test_make_has_an_environment_for_each_torch(settings: list[str], folder: str
     clean = {name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "PYTHON", "TORCH")}
     shown = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout
     assert f"\n{folder}/bin/python -m pytest -n" in shown
-    if settings:
-        assert "s/^torch==.*/torch==2.10.0/" in shown
+    (line,) = [line for line in shown.splitlines() if line.startswith("sed ")]
+    pins = subprocess.run(line.partition(" > ")[0], shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    torch = f"torch=={'2.10.0' if settings else pinned('constraints.txt')['torch']}"
+    expected = re.sub(r"^torch==.*", torch, (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
+    assert pins.stdout == expected
 
 
 def test_the_page_on_installation_has_each_extra() -> None:
