@@ -66,7 +66,7 @@ def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFix
     assert found["extras"]["tensorboard"]
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    assert set(found["extras"]) == set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) - {"docs", "dev"}
+    assert set(found["extras"]) == set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) - {"docs", "dev", "release"}
     assert found["threads"] == torch.get_num_threads()
     assert found["devices"][0] == "cpu"
 

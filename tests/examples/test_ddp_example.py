@@ -34,7 +34,7 @@ def test_torchrun_trains_the_example_and_one_process_speaks(tmp_path: Path) -> N
     )
     said = re.findall(r"validation accuracy (\S+) over 2 processes", done.stdout)
     assert len(said) == 1, done.stdout + done.stderr
-    assert done.stdout.count("backend                ddp on cpu") == 1
+    assert done.stdout.count("backend     ddp on cpu") == 1
 
     with open(tmp_path / "runs" / "ddp" / "metrics.csv", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["name"] == "val/accuracy"]

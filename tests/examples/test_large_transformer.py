@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "large_transformer.p
 
 @pytest.mark.processes
 @pytest.mark.distributed
+@pytest.mark.long
 def test_it_trains_shards_and_writes_a_whole_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

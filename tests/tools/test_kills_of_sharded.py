@@ -11,6 +11,7 @@ from tools.kills import sharded
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
+@pytest.mark.long
 def test_killed_ranks_leave_no_half_checkpoint_and_lose_none(tmp_path: Path) -> None:
     found = sharded.run(tmp_path, kills=1, seed=1)
     assert (found.problems, found.kills) == ([], 1)

@@ -99,6 +99,7 @@ def test_the_interval_is_that_of_wilson() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_toy_package_has_the_known_survivor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

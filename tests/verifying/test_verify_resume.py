@@ -128,6 +128,7 @@ def test_a_setting_that_proves_nothing_is_refused(verified: Any, tmp_path: Path)
 
 
 @pytest.mark.spec("F116", "F403")
+@pytest.mark.long
 def test_runs_that_are_killed_while_they_save_end_with_the_bits_of_unbroken_ones() -> None:
     """`make kills` kills 200 times, in the other combinations too."""
     assert run([("sp-amp", True), ("ddp", False)], kills=2, seed=1)

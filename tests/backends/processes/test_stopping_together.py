@@ -134,6 +134,7 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_pat
     continues_exactly(tmp_path)
 
 
+@pytest.mark.long
 def test_with_max_restarts_a_group_of_which_one_is_stopped_is_restarted_and_continues(tmp_path: Path) -> None:
     options = {"at": 5, "ranks": [1], "pace": 0.05}
     ranks, _ = run(tmp_path, "--max-restarts=1", "--monitor-interval=0.2", **options)

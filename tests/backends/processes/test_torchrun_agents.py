@@ -13,6 +13,7 @@ from tests.helpers.workers import checkpoints, training
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.long
 def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
     """Two agents on the loopback interface, which meet over c10d."""
     ranks = run_agents(2, 2, training.equality, directory="unused")

@@ -218,7 +218,8 @@ class TestWhatDoesNotFit:
     @pytest.mark.spec("PMB-12")
     def test_another_backend(self, tmp_path: Path) -> None:
         with pytest.raises(
-            ts.CheckpointMismatchError, match=r"backend 'sp-amp': it has no state for \['amp'\].*written under"
+            ts.CheckpointMismatchError,
+            match=r"backend 'sp-amp': it has no state for \['amp'\].*Resume with the backend string",
         ):
             self.resume(Classifier(), tmp_path, backend="sp-amp")
 

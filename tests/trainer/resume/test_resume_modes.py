@@ -62,7 +62,7 @@ class TestModes:
         assert state["schedulers"][0]["state"]["last_epoch"] == 12
         assert trainer.trainer_backend.get_state()["amp"]["scale"] == 64.0
         assert not trainer.history.get_metric_names()
-        assert "took weights, optimizers, schedulers and layers of the checkpoint at global step 12" in caplog.text
+        assert "loaded weights, optimizers, schedulers and layers of the checkpoint at global step 12" in caplog.text
 
     @pytest.mark.spec("FN-32", "PA-23")
     def test_weights_alone_begin_a_new_run(self, first: ts.Trainer, tmp_path: Path) -> None:

@@ -41,6 +41,6 @@ def test_no_bar_is_left_after_an_interrupt(tmp_path: Path) -> None:
     assert row.startswith("  1/3")
     assert " ".join("".join(f"{one:<40}" for one in after).split()) == (
         "Ctrl-C: the run stops at the end of this step. Ctrl-C again stops it at once. stopped by Ctrl-C after global "
-        "step 5. Saved run/checkpoints/checkpoint-000000005; to go on, run it again with resume='auto', or "
+        "step 5. Saved run/checkpoints/checkpoint-000000005; to resume, run it again with resume='auto', or "
         "--resume auto."
     )
