@@ -242,7 +242,7 @@ def test_a_link_to_nothing_with_the_name_of_a_lease_blocks_nothing(tmp_path: Pat
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lease-000000099.json").symlink_to("nowhere")
 
-    trained(output_dir="run")
+    trained(output_dir="run", lease_timeout_s=2)  # it is taken over after this time, as one of a dead process
 
 
 @pytest.mark.parametrize("resume", [True, "last", "best"])

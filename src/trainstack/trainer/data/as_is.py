@@ -33,23 +33,19 @@ def compare_first_step(
 
     A loader with a custom order has its own batch size. With `train_batch_size=1`, the default, nothing was planned.
     """
-    for number, step in enumerate(steps):
-        yield step
-        samples = int(step.items)
-        if (
-            number
-            or not samples
-            or samples == plan.global_batch
-            or plan.global_batch == 1
-            or isinstance(loader, _Loader)
-        ):
-            continue
-        on = "" if plan.world_size == 1 else f" on {plan.world_size} processes together"
-        log.warning(
-            f"the first global step has {samples} samples{on}, and train_batch_size={plan.global_batch}: the loader "
-            f"has its own batch size. Write train_batch_size={samples}, pass batch_size on to the loader, or return "
-            "trainstack.as_is(loader)."
-        )
+    rest = iter(steps)
+    for first in rest:
+        yield first
+        samples = int(first.items)  # known once the micro-batches of the step have been read
+        if samples not in (0, plan.global_batch) and plan.global_batch != 1 and not isinstance(loader, _Loader):
+            on = "" if plan.world_size == 1 else f" on {plan.world_size} processes together"
+            log.warning(
+                f"the first global step has {samples} samples{on}, and train_batch_size={plan.global_batch}: the "
+                f"loader has its own batch size. Write train_batch_size={samples}, pass batch_size on to the loader, "
+                "or return trainstack.as_is(loader)."
+            )
+        break
+    yield from rest
 
 
 _OWN = ("batch_size", "batch_sampler", "sampler", "drop_last", "collate_fn")

@@ -24,24 +24,20 @@ def _calls(evidence: Evidence, *names: str) -> Iterator[Call]:
 @check("D303", "problem", "softmax or log_softmax before cross_entropy")
 def normalized_scores(evidence: Evidence) -> Iterator[Found]:
     """cross_entropy applies log_softmax itself."""
-    for call in _calls(evidence, "cross_entropy"):
-        by = call.facts["normalized_by"]
-        if by:
-            yield (
-                f"cross_entropy gets the output of {by}, and applies log_softmax itself",
-                f"Pass the scores of the last layer on, without {by}.",
-                call.place,
-            )
+    return _normalized_twice(evidence, "cross_entropy", "log_softmax")
 
 
 @check("D304", "problem", "sigmoid before binary_cross_entropy_with_logits")
 def sigmoid_twice(evidence: Evidence) -> Iterator[Found]:
     """binary_cross_entropy_with_logits applies sigmoid itself."""
-    for call in _calls(evidence, "binary_cross_entropy_with_logits"):
-        by = call.facts["normalized_by"]
-        if by:
+    return _normalized_twice(evidence, "binary_cross_entropy_with_logits", "sigmoid")
+
+
+def _normalized_twice(evidence: Evidence, loss: str, applied: str) -> Iterator[Found]:
+    for call in _calls(evidence, loss):
+        if by := call.facts["normalized_by"]:
             yield (
-                f"binary_cross_entropy_with_logits gets the output of {by}, and applies sigmoid itself",
+                f"{loss} gets the output of {by}, and applies {applied} itself",
                 f"Pass the scores of the last layer on, without {by}.",
                 call.place,
             )
