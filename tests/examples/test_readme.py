@@ -186,16 +186,6 @@ def test_the_numbers_of_the_benefits_are_those_of_the_commands() -> None:
     assert f"{len(KINDS)} kinds of user code" in TEXT
 
 
-def test_the_page_on_installation_has_every_extra() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.findall(r"^(\w+) = \[", table, re.M)
-    named = {
-        name for row in re.findall(r"^\| (`.*?) \|", page("install"), re.M) for name in re.findall(r"`([\w-]+)`", row)
-    }
-    assert named == set(extras)
-
-
 def test_every_installation_has_one_of_two_forms() -> None:
     """That of the index, and that of a clone, for scripts that are in no package."""
     wrong = [

@@ -72,7 +72,7 @@ def _interrupted(args: argparse.Namespace) -> int:
 
 
 def _sessions(directory: Path, since: float) -> tuple[tuple[Session, ...], str]:
-    """All sessions, none if the newest did not begin after `since`; and how the newest ended, in words."""
+    """All sessions, none if the newest did not begin after `since`; and the end of the newest, as text."""
     try:
         sessions = RunFacts.read(directory).sessions
     except FileNotFoundError:

@@ -41,7 +41,7 @@ class RunComparison:
         parameters: the names of parameters that differ there, where they are recorded.
         same_until: the last global step before of which all that both recorded is the same; 0 for none.
         compared: how many global steps both have.
-        reason: why they part, in words.
+        reason: the cause of the difference, as text.
         changes: the differences of the two starts, those that explain the quantity first.
         notes: limits of the comparison: damage, other numbers of steps or ranks.
     """

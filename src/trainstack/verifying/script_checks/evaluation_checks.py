@@ -32,7 +32,7 @@ def validates_on_training_data(evidence: Evidence) -> Iterator[Found]:
 
 
 def _shared(evidence: Evidence, name: str, loader: Any) -> str:
-    """The data that training and validation share, in words; "" where there is none."""
+    """The data that training and validation share, as text; "" where there is none."""
     train, val = evidence.loader.dataset, loader.dataset
     if train is val:
         return "both loaders have the same data set"

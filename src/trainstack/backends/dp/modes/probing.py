@@ -132,7 +132,7 @@ def changed_tensors(module: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, str]:
-    """The plain attributes of modules, which are neither parameters nor buffers, in words."""
+    """The plain attributes of modules, without parameters and buffers, as text."""
     return {
         f"{name}.{key}" if name else key: _describe_value(value)
         for name, part in module.named_modules()

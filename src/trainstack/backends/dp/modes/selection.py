@@ -360,7 +360,7 @@ def _instead_of(module: nn.Module, tensor: str) -> str:
 
 
 def _batch_normalizing_layers(module: nn.Module) -> str:
-    """The layers that normalise over the batch, in words."""
+    """The layers that normalise over the batch, as text."""
     names = [
         f"{name} ({type(layer).__name__})"
         for name, layer in module.named_modules()
