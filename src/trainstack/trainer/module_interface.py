@@ -442,8 +442,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         elif not isinstance(dataset, IterableDataset) and chosen.get("sampler") is None:
             if shuffle is not None or sampler is None:
                 sampler = RandomSampler if shuffle else SequentialSampler
-            if sampler is not None:  # without one, DataLoader keeps the order of the data set
-                chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
+            chosen["sampler"] = sampler if isinstance(sampler, Sampler) else sampler(dataset)
         try:
             return DataLoader(dataset, **chosen)
         except (TypeError, ValueError) as error:
