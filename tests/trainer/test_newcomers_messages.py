@@ -388,12 +388,6 @@ def test_a_pointer_is_read_like_its_checkpoint(name: str, tmp_path: Path) -> Non
     ts.verify_checkpoint(folder / name)
 
 
-def test_no_sampler_keeps_the_order_of_the_data_set() -> None:
-    module = Classifier()
-    (inputs, _), *_ = module.build_dataloader(DATA, None, 4)
-    assert torch.equal(inputs, DATA.tensors[0][:4])
-
-
 @pytest.mark.parametrize(("dtype", "said"), [(torch.float64, True), (torch.float32, False)])
 def test_a_precision_layer_without_effect_is_named(
     dtype: torch.dtype, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
