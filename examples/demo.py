@@ -172,6 +172,7 @@ def kill_and_resume(folder, epochs, unbroken):
     with part("2. Kill and resume: the same training in a new process"):
         last = unbroken.steps // 2 + 3
         with training_process(folder, epochs) as process:
+            assert process.stdout
             for line in process.stdout:
                 if line == f"step {last}\n":
                     process.kill()  # SIGKILL, which no process can catch
@@ -179,7 +180,7 @@ def kill_and_resume(folder, epochs, unbroken):
             raise SystemExit(f"It ended before step {last} with exit status {process.returncode}. Try more --epochs.")
         row("killed", f"process {process.pid} by SIGKILL in step {last}, or a few steps later")
         with training_process(folder, epochs) as process:
-            printed = process.stdout.read().splitlines()
+            printed = process.communicate()[0].splitlines()
         if process.returncode != 0:
             raise SystemExit(f"The resumed training failed with exit status {process.returncode}.")
         first, weights = int(printed[0].removeprefix("step ")), printed[-1]
@@ -242,7 +243,7 @@ def train_privately(folder):
 
 def main():
     """Run the tour."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Shows the features of trainstack in half a minute.")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="default: runs/demo")
     parser.add_argument("--train", action="store_true", help="only train the run of part 2, and print its steps")
