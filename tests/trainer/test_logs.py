@@ -49,7 +49,7 @@ print(logger.level, [isinstance(handler, logging.NullHandler) for handler in log
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.processes
-def test_a_level_of_the_application_survives(when: str) -> None:
+def test_the_level_of_the_application_is_not_changed(when: str) -> None:
     level = "import logging\nlogging.basicConfig(format='%(message)s')\nLOGGER.setLevel(logging.WARNING)\n"
     level = level.replace("LOGGER", "logging.getLogger('trainstack')")
     before = when == "before"
@@ -59,7 +59,7 @@ def test_a_level_of_the_application_survives(when: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_level_of_the_root_logger_filters() -> None:
+def test_the_level_of_the_root_logger_applies() -> None:
     level = "logging.getLogger().setLevel(logging.INFO)\n"
     done = run("import logging\nlogging.basicConfig(format='%(message)s')\n" + SAY + level + SAY)
 
@@ -67,12 +67,12 @@ def test_the_level_of_the_root_logger_filters() -> None:
 
 
 @pytest.mark.processes
-def test_warnings_go_to_stderr_where_nothing_is_configured() -> None:
+def test_warnings_go_to_stderr_without_configuration() -> None:
     assert run(SAY).stderr == "a warning\n"
 
 
 @pytest.mark.processes
-def test_a_handler_of_the_application_on_the_logger_is_enough() -> None:
+def test_a_handler_of_the_application_replaces_the_default_output() -> None:
     own = """
 import logging
 handler = logging.StreamHandler()
@@ -114,7 +114,7 @@ def save(folder: Path, level: str, *, own: str | None = None, given: bool = Fals
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[str], tmp_path: Path) -> None:
+def test_the_level_of_a_run_applies_to_its_checkpointer(given: bool, root: list[str], tmp_path: Path) -> None:
     logging.getLogger().setLevel(logging.INFO)
     save(tmp_path / "quiet", "ERROR", given=given)
     assert root == []
@@ -126,7 +126,7 @@ def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[
     assert len(root) == 2
 
 
-def test_a_level_of_the_application_is_accepted(
+def test_custom_level_names_of_the_application_are_accepted(
     root: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for table in ("_nameToLevel", "_levelToName"):  # `addLevelName` has no counterpart that removes a name
@@ -143,7 +143,7 @@ def test_a_level_of_the_application_is_accepted(
     assert len(root) == count + 2
 
 
-def test_two_runs_keep_their_own_levels_under_the_roots(root: list[str], tmp_path: Path) -> None:
+def test_two_runs_have_separate_levels(root: list[str], tmp_path: Path) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     save(tmp_path / "one", "DEBUG")
     RunLogger("DEBUG").info("an info")

@@ -71,7 +71,7 @@ def test_overwrite_deletes_only_the_files_of_its_run(name: str) -> None:
     assert set(owners("shared").values()) == {run_id_of("first"), run_id_of("second")}
 
 
-def test_each_run_continues_its_own_checkpoints_in_a_folder_of_several() -> None:
+def test_each_run_resumes_its_checkpoints_from_a_shared_folder() -> None:
     for folder in ("first", "second"):
         with pytest.raises(ZeroDivisionError):
             make(folder, fail, **shared()).train()
@@ -85,7 +85,7 @@ def test_each_run_continues_its_own_checkpoints_in_a_folder_of_several() -> None
     assert any("000000004" in name for name in by_run[run_id_of("second")])
 
 
-def test_a_save_outside_of_a_training_joins_no_other_run() -> None:
+def test_a_save_before_training_has_its_run_id() -> None:
     train("first", **shared())
     before = owners("shared")
     make("second", **shared()).save_checkpoint(force=True)
@@ -129,7 +129,7 @@ def test_a_folder_that_a_training_writes_has_one_owner(place: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["link", "move"])
-def test_a_training_does_not_continue_in_the_folder_of_another_run(by: str) -> None:
+def test_a_training_stops_if_its_folder_is_exchanged(by: str) -> None:
     train("other")
     before = owners("other/checkpoints"), Path("other/metrics.csv").read_bytes()
     Path("real").mkdir()
@@ -153,7 +153,7 @@ def test_a_training_does_not_continue_in_the_folder_of_another_run(by: str) -> N
         assert before == (owners("real/checkpoints"), Path("real/metrics.csv").read_bytes())
 
 
-def test_a_checkpoint_of_another_run_is_not_replaced_by_path() -> None:
+def test_a_save_never_replaces_a_foreign_checkpoint() -> None:
     train("first")
     before = owners("first/checkpoints")
     second = train("second")
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_run_is_not_replaced_by_path() -> None:
     assert owners("first/checkpoints") == before
 
 
-def test_nothing_is_saved_by_path_into_the_folder_of_a_running_training() -> None:
+def test_a_save_into_a_leased_folder_is_refused() -> None:
     second = train("second")
 
     def save() -> None:
