@@ -1,4 +1,4 @@
-"""Return values of a step: the same forms train, are refused and reach the hooks alike under each backend string."""
+"""Return values of a step: under each backend string the same forms train, are refused and reach the hooks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Returns(Classifier):
 
 
 def described(value: Any) -> Any:
-    """The structure of `value`: types, names and shapes, without the lengths that depend on how many were drawn."""
+    """The structure of `value`: types, names and shapes, without lengths, which are random in private runs."""
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape[1:])
     if isinstance(value, dict):
@@ -168,7 +168,7 @@ def sp_refusal(name: str) -> str:
 
 @single_process
 @pytest.mark.parametrize("name", NO_LOSSES)
-def test_values_other_than_a_loss_are_refused_with_the_same_error(name: str, spec: str, tmp_path: Path) -> None:
+def test_a_step_without_a_loss_is_refused_alike_everywhere(name: str, spec: str, tmp_path: Path) -> None:
     message = refusal(NO_LOSSES[name], tmp_path, spec)
 
     assert message == sp_refusal(name)
@@ -184,7 +184,7 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
 
 @single_process
 @pytest.mark.parametrize("name", FORMS)
-def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str) -> None:
+def test_each_form_gives_the_same_validation_loss(name: str, spec: str) -> None:
     skip_forms_that_apex_cannot_cast(name, spec)
     assert len(validation_losses("tensor", spec)) == 1
     assert validation_losses(name, spec) == validation_losses("tensor", spec)

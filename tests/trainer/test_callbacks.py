@@ -495,7 +495,7 @@ def test_a_tensor_learning_rate_is_recorded_at_each_step(tmp_path: Path) -> None
     assert trainer.history.get_metric_values("schedule/lr/0") == [0.5, 0.25, 0.125, 0.0625]
 
 
-def test_a_tensor_learning_rate_may_be_changed_at_a_log_point(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_may_change_at_log_points(tmp_path: Path) -> None:
     rate: Any = torch.tensor(0.5)
     trainer = trainer_of(tmp_path, Classifier(numbers(16), lr=rate), log_every=1)
     trainer.on(ts.Event.LOG)(lambda trainer: rate.mul_(0.5))

@@ -1,4 +1,4 @@
-"""A short version of `python -m tools.kills.campaign`: modules that keep state where users keep it are killed."""
+"""A short version of `python -m tools.kills.campaign`: modules with state in many places are killed and resumed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.distributed
     ],
     ids=lambda subject: f"{subject.case}-{subject.backend}",
 )
-def test_a_killed_training_ends_with_the_bits_of_an_unbroken_one(subject: Subject, tmp_path: Path) -> None:
+def test_a_killed_training_ends_with_the_same_bits(subject: Subject, tmp_path: Path) -> None:
     outcome = attempt(subject, 1, random.Random(2), tmp_path)
 
     assert is_good(subject, outcome), outcome.words
 
 
 @pytest.mark.parametrize("component", ["the history", "a counter of a callback"])
-def test_a_component_that_is_not_restored_is_found(component: str, tmp_path: Path) -> None:
+def test_a_component_that_is_not_restored_is_detected(component: str, tmp_path: Path) -> None:
     """`python -m tools.kills.breaks` tries the others."""
     broken = Break(*COMPONENTS[component])
 

@@ -160,7 +160,7 @@ def test_searches_checks_and_separate_validations_write_nothing(tmp_path: Path) 
     assert [call[3] for call in keeps.calls if call[0] == "text"] == [4]
 
 
-def test_a_validation_in_a_hook_is_a_part_of_the_run(tmp_path: Path) -> None:
+def test_a_validation_in_a_hook_is_part_of_the_run(tmp_path: Path) -> None:
     keeps = Keeps()
     trainer = ts.Trainer(Logs(), arguments(tmp_path, epochs=1, writers=[keeps]))
     trainer.on(ts.Event.TRAIN_STEP_END, once=2)(lambda trainer: trainer.validate() and None)
