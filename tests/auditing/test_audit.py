@@ -288,7 +288,7 @@ def test_a_module_without_coupled_records_passes_unchanged(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []  # no charge in the ledger of the dataset
     run = ts.Trainer(module, args)
     run.train()
-    assert run.privacy_statement().steps == run.global_steps_finished  # the audit is not among them
+    assert run.privacy_statement().steps == run.global_steps_finished  # the steps of the audit do not count
     assert audit_module(module, args, rounds=1, records=2).verdict == "nothing found"
 
 

@@ -39,7 +39,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 class Line(module_interface.ModuleInterface):
-    """A line through 24 points; every call is recorded."""
+    """A linear model for 24 points that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()

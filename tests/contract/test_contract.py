@@ -28,7 +28,7 @@ def public_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(VARIABLE, "0")
 
 
-# Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
+# Sums in half precision depend on the split. The reference is the same stack on the whole batch.
 TOLERANCE = {"bf16": 2e-3, "amp": 2e-3, "apex": 2e-3}
 
 
@@ -183,7 +183,7 @@ def test_fast_paths_change_no_bit(spec: str, tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 class Stops(ts.Trainer):

@@ -185,7 +185,7 @@ def overriding(verbs: Iterable[str], calls: Counter[str], **declared: frozenset[
 
 @contextmanager
 def registered(layer: type[Any], slot: ts.Slot = ts.Slot.USER) -> Iterator[None]:
-    """The token `counts` stands for `layer`."""
+    """Register `layer` under the token `counts` within the block."""
     ts.register_layer("counts", slot=slot)(layer)
     try:
         yield
@@ -201,7 +201,7 @@ def test_a_custom_layer_is_called_or_its_string_is_refused(spec: str, tmp_path: 
     trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(tmp_path), trainer_backend=stack)
     trainer.train()
     trainer.validate()
-    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it for a step without items alone
+    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it only for a step without items
     trainer.close()
 
     for verb in ts.VERBS:
@@ -268,13 +268,13 @@ def options_for(spec: str) -> dict[str, Any]:
 def contradictions(stack: ts.TrainerBackend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Train and validate on `stack`; calls that contradict the declarations, in sentences that begin with the verb.
 
-    A layer passes a verb on if the layer inside it is called for that verb during its own call.
+    A layer passes a verb on if the layer inside it is called for that verb during the call.
     """
     calls = Calls(stack, monkeypatch)
     trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(folder), trainer_backend=stack)
     trainer.train()
     trainer.validate()
-    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it for a step without items alone
+    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it only for a step without items
     trainer.close()
     found = [f"{verb}: a run never calls it" for verb in CALLS if (0, verb) not in calls.made]
     for position, layer in enumerate(calls.layers[:-1]):

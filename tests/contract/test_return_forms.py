@@ -48,7 +48,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class LikeModelOutput(OrderedDict[str, Any]):
-    """A dict and a dataclass, as transformers' `ModelOutput` is."""
+    """A dict and a dataclass, like `ModelOutput` of transformers."""
 
     loss: Any = None
     scores: Any = None

@@ -61,7 +61,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def launch(fn: Callable[..., Any], *args: Any, **changes: Any) -> list[Any]:
-    """`ts.launch` of two processes, which leaves everything as it was, whether it returns or raises."""
+    """`ts.launch` of two processes, with a check that the surroundings are the same afterwards, also after an error."""
     before = surroundings()
     try:
         return ts.launch(fn, *args, **{"nproc": 2, "timeout_s": patience(20), **changes})

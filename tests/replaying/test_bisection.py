@@ -1,4 +1,4 @@
-"""`compare_by_replay` names the exact step and parameter of two runs with the default record."""
+"""`compare_by_replay` finds the exact step and parameter of two runs with the default record."""
 
 from __future__ import annotations
 

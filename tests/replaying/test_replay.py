@@ -181,7 +181,7 @@ def test_each_step_is_replayed_with_the_arguments_of_its_session(tmp_path: Path)
 
 @pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="needs cryptography")
 def test_a_replay_neither_signs_nor_verifies_its_steps(tmp_path: Path) -> None:
-    """The key of a run may be gone, and another environment is a note of a replay, not a refusal."""
+    """A replay needs no key of the run, and reports another environment in a note."""
     key = tmp_path / "release.pem"
     ts.make_key(key)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=4, sign_key=key, scrub_every_s=60)

@@ -63,7 +63,7 @@ def swapped(one: int, other: int) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An unchanged run by each mode of the record."""
+    """An unchanged run for each mode of the record."""
     folder = tmp_path_factory.mktemp("runs")
     return {mode: trained(folder / mode, record=mode) for mode in ("steps", "full")}
 

@@ -1,4 +1,4 @@
-"""A damaged step log: the intact part is used, and the damage is named."""
+"""A damaged step log: the intact part is read, and the damage is reported."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_file_without_an_intact_block_is_renamed(content: bytes, tmp_path: Pat
 
 
 def test_a_log_that_is_killed_within_each_write_is_continued(tmp_path: Path) -> None:
-    """The system takes a part of each block; the rest is lost, as at a kill."""
+    """Each write is truncated, as after a kill."""
     path = log_path(tmp_path, 0)
     for step in range(1, 30, 2):
         append(tmp_path, (Kind.STEPS, steps(step, step + 1).tobytes()), resumed=step - 1)

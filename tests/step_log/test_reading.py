@@ -1,4 +1,4 @@
-"""A step log returns its entries, details and segments, and the steps that a resume has made again."""
+"""A step log returns its entries, details and segments, and the steps that a resume has repeated."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_makes_again(tmp_path: Path) ->
     assert log.origins.tolist() == [0] * 5 + [1] * 2
     assert [start.resumed_step for start in log.segments] == [0, 5]
     assert log.repeated == {}
-    assert log.steps_with_details() == [2]  # step 8 is gone, and has not been made again
+    assert log.steps_with_details() == [2]  # step 8 was removed and not repeated
     assert log.details(8) is None
 
 
@@ -72,7 +72,7 @@ def test_a_repeated_step_with_other_bits_is_reported(tmp_path: Path) -> None:
     changed["samples"][2] += 1
     changed["flags"][3] |= Flag.SKIPPED
     changed["norm"][4] += 1
-    changed["flags"][4] &= ~np.uint32(Flag.NORM)  # measured in one of the two alone
+    changed["flags"][4] &= ~np.uint32(Flag.NORM)  # measured in only one of the two
     append(tmp_path, (Kind.STEPS, changed.tobytes()), resumed=5)
 
     assert read_step_log(tmp_path).repeated == {7: ("loss",), 8: ("samples",), 9: ("flags",)}

@@ -116,7 +116,7 @@ def test_a_callback_gets_each_micro_batch_with_its_indices(tmp_path: Path) -> No
 
 
 class Accuracy(ts.Callback):
-    """Counts, and feeds a metric if it has one."""
+    """Counts correct predictions, and updates a metric if it has one."""
 
     def __init__(self, metric: Any = None) -> None:
         self.metric, self.counts, self.stages = metric, torch.zeros(1, 2), set[str]()

@@ -183,7 +183,7 @@ def test_calls_over_processes_validate_and_save(tmp_path: Path) -> None:
 
 
 def test_momentum_and_weight_decay_do_not_move_frozen_parameters(tmp_path: Path) -> None:
-    """Frozen after the second step, trained again after the fourth; twice the same call changes nothing."""
+    """Parameters are frozen after step 2 and unfrozen after step 4. A repeated call has no effect."""
     module = Classifier(numbers(64), optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, weight_decay=0.1))
     seen = [module.net[0].weight.detach().clone()]
     trainer = trainer_of(tmp_path, module)

@@ -216,7 +216,7 @@ ARGUMENT_MISTAKES = {
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ts.TrainerArguments)])
 def test_values_of_a_wrong_type_raise_configuration_errors_only(name: str) -> None:
     for value in (None, 1, 1.5, "x", b"x", [], ["x"], {}, {"amp": 1}, {"a"}, object(), int):
-        with contextlib.suppress(ts.ConfigurationError):  # or taken as it is
+        with contextlib.suppress(ts.ConfigurationError):  # or accepts the value
             ts.TrainerArguments(**{name: value})
 
 

@@ -58,7 +58,7 @@ def test_the_events_of_a_run_occur_in_the_documented_order(tmp_path: Path) -> No
     ]
     once = [
         name for name in dict.fromkeys(recorder.seen) if name != "save_checkpoint"
-    ]  # which also comes within epochs
+    ]  # which also occurs within epochs
     assert once == [event.value for event in ts.Event if event.value in once]
 
 

@@ -87,7 +87,7 @@ CASES = [
     for backend in ("sp", "sp-amp", "sp-dp")
     for verb, names in FAILURES.items()
     for fails_in in names
-    if (backend, verb) != ("sp-dp", "find_lr")  # refused, for it would spend privacy
+    if (backend, verb) != ("sp-dp", "find_lr")  # refused, because it would spend privacy
 ]
 
 

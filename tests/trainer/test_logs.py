@@ -19,7 +19,7 @@ from trainstack.trainer.core.logs import RunLogger
 
 
 def run(program: str, *, imports: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a new process, where nothing has configured logging; `imports` run there first."""
+    """Run `program` in a new process without logging configuration; with `imports`, nothing is imported before."""
     new: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": patience(60)}
     done = subprocess.run([sys.executable, "-c", program], **new) if imports else run_python("-c", program)
     assert done.returncode == 0, done.stderr
@@ -101,12 +101,12 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def clear_level_caches() -> None:
-    """A logger remembers for which levels it is enabled, until a level is set."""
+    """A logger caches the levels for which it is enabled, until a level is set."""
     logging.getLogger("trainstack").setLevel(logging.getLogger("trainstack").level)
 
 
 def save(folder: Path, level: str, *, own: str | None = None, given: bool = False) -> None:
-    """Train and save with this `log_level` of the run, and `own` of the checkpointer, which may be given ready-made."""
+    """Train and save with this `log_level` of the run and `own` of the checkpointer, an object if `given`."""
     saving = ts.DefaultCheckpointerArguments(log_level=own, save_dir=str(folder / "checkpoints"))
     args = arguments(folder, checkpointer_args=saving, log_level=level)
     checkpointer = ts.DefaultCheckpointer(saving) if given else None

@@ -60,7 +60,7 @@ def test_a_weighted_sampler_balances_classes_and_resumes_exactly(tmp_path: Path)
     whole, trainer = balanced(str(tmp_path / "whole"))
     trainer.train()
     assert len(whole.seen) == 400
-    assert 140 < sum(whole.seen) < 260  # a half; without weights it would be 40
+    assert 140 < sum(whole.seen) < 260  # half of them; 40 without weights
 
     first, stopped = balanced(str(tmp_path / "cut"))
     stopped.on(ts.Event.TRAIN_STEP_END)(lambda trainer, step: step == 9 and trainer.request_stop("half"))
@@ -170,7 +170,7 @@ def test_seed_everything_also_repeats_dropout(tmp_path: Path) -> None:
 
 
 class Right:
-    """A metric as allennlp has them: called, and `get_metric(reset)`."""
+    """A metric in the form of allennlp: called, and read by `get_metric(reset)`."""
 
     def __init__(self) -> None:
         self.right, self.seen = 0, 0
@@ -186,7 +186,7 @@ class Right:
 
 
 class RightOfFastNLP(Right):
-    """As fastNLP has them."""
+    """A metric in the form of fastNLP."""
 
     update = Right.__call__
 

@@ -26,7 +26,7 @@ def usual_umask() -> Iterator[None]:
 
 
 def modes(folder: Path) -> set[tuple[str, str]]:
-    """Kinds and modes of the folder and of all in it."""
+    """The kinds and modes of the folder and its entries."""
     found = set()
     for path in (folder, *folder.rglob("*")):
         mode = path.stat().st_mode

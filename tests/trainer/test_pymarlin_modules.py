@@ -1,4 +1,4 @@
-"""A module written for PyMarlin runs when its import lines are changed, and nothing else."""
+"""A module written for PyMarlin runs after a change of its import lines only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainstack import (
 
 
 class Pictures(ModuleInterface):
-    """The shape of PyMarlin's image example: a convolutional net, one optimizer, one scheduler, two val loaders."""
+    """A module like PyMarlin's image example: a convolutional net, one optimizer, one scheduler, two val loaders."""
 
     def __init__(self) -> None:
         super().__init__()

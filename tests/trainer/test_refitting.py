@@ -1,4 +1,4 @@
-"""The errors that the trial before training treats as errors of memory, and those that it raises."""
+"""The trial before training: errors that count as out of memory, and errors that it raises."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_auto_ignores_runs_of_another_script_or_module(monkeypatch: pytest.Monke
     unfinished = stop_at(3, epochs=2)
 
     class Other(Classifier):
-        """The same, by another name."""
+        """The same class with another name."""
 
     other = ts.Trainer(Other(numbers(16)), make(resume="auto").args)
     assert other.output_dir != unfinished.output_dir
@@ -288,7 +288,7 @@ def test_runs_of_one_process_do_not_continue_each_other() -> None:
     assert record is not None
     replace(record, number=record.number + 5).write(
         unfinished.output_dir
-    )  # of a later trainer of a script that was killed
+    )  # as of a later trainer in a script that was killed
 
     assert make(resume="auto").output_dir not in (finished.output_dir, unfinished.output_dir)
 

@@ -1,4 +1,4 @@
-"""Runs that share a folder of checkpoints, exports or logs: none touches the files of another."""
+"""Runs that share a folder of checkpoints, exports or logs: no run changes the files of another."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_logs_of_another_run_are_never_replaced(changes: dict[str, Any]) -> None
     with pytest.raises(ts.ConfigurationError, match=r"^tb_log_dir='logs' already holds logs.*tb_log_dir='logs-2'"):
         make("second", **logging, **changes).train()
     assert before == (Path("logs/metrics.csv").read_bytes(), Path("logs/run.json").read_bytes())
-    train("second", writer_args=ts.WriterArguments(tb_log_dir="logs-2"))  # the way that the error names
+    train("second", writer_args=ts.WriterArguments(tb_log_dir="logs-2"))  # the folder that the error suggests
     train("first", resume=True, epochs=3, **logging)
     train("first", overwrite=True, epochs=1, **logging)
     assert Path("logs/metrics.csv").stat().st_size < len(before[0])
@@ -163,7 +163,7 @@ def test_a_save_never_replaces_a_foreign_checkpoint() -> None:
         ):
             second.save_checkpoint(path=f"first/checkpoints/{name}")
     for _ in range(2):
-        second.save_checkpoint(path="extra/mine")  # which has no run, and is replaced
+        second.save_checkpoint(path="extra/mine")  # a save without a run may be replaced
 
     assert owners("first/checkpoints") == before
 

@@ -405,7 +405,7 @@ def test_an_optimizer_that_steps_in_backward_is_not_logged(tmp_path: Path, caplo
 
 
 class Gan(Classifier):
-    """Steps its discriminator inside `train_step`, as scripts do."""
+    """Steps its discriminator inside `train_step`, as many scripts do."""
 
     def __init__(self) -> None:
         super().__init__(numbers(40))

@@ -35,7 +35,7 @@ def supervised(model: nn.Module | None = None, loss: Any = cross_entropy, **chan
 
 
 class Named:
-    """A data set of dicts: nothing but `__len__` and `__getitem__`."""
+    """A dataset of dicts with only `__len__` and `__getitem__`."""
 
     def __init__(self, count: int = 41, inputs: str = "features", target: str = "target") -> None:
         self.base, self.keys = numbers(count), (inputs, target)
@@ -83,7 +83,7 @@ class WithLoss(Net):
 
 
 def by_hand(epochs: int = 2) -> Tensor:
-    """The weights after plain PyTorch has trained on 41 samples in their order, 8 at once."""
+    """The weights of a plain PyTorch loop over 41 samples in order, 8 at once."""
     model, data = network(), numbers(41)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(epochs):
@@ -187,7 +187,7 @@ def test_the_scheduler_may_monitor_a_metric(tmp_path: Path) -> None:
 
 
 class Watched(SupervisedModule):
-    """Keeps the arguments of the hook after validation."""
+    """Keeps the outputs that the hook gets."""
 
     def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
         self.seen = {**getattr(self, "seen", {}), key: outputs[0]}

@@ -138,7 +138,7 @@ class TestAdapted:
             return self.net(x)
 
     class Wrapper(nn.Module):
-        """As PeftModel is."""
+        """A wrapper like `PeftModel`."""
 
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -168,7 +168,7 @@ class TestAdapted:
 
 
 class Columns(list[dict[str, Tensor]]):
-    """As a `datasets.Dataset`."""
+    """Has the interface of `datasets.Dataset`."""
 
     @property
     def column_names(self) -> list[str]:

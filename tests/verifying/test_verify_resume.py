@@ -203,7 +203,7 @@ def test_kills_count_only_after_a_checkpoint_and_before_the_end() -> None:
 
 
 def test_kills_occur_during_saves_and_throughout_an_epoch() -> None:
-    """All after the first checkpoint, and with a step left to train."""
+    """All moments are after the first checkpoint and before the last step."""
     for seed in range(50):
         moments = draw_moments(random.Random(seed), 5, OUTLINE, before=0)
         assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)

@@ -1,4 +1,4 @@
-"""`EMA` over parameters of any kind, over interruptions, and the weights of the module after training."""
+"""`EMA`: parameters of any kind, interruptions, and the weights of the module after training."""
 
 from __future__ import annotations
 

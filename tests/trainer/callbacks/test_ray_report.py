@@ -31,7 +31,7 @@ class Ray:
         self.newest: Any = None
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None = None) -> None:
-        """As Ray does, read the folder before it returns."""
+        """Read the folder before the return, as Ray does."""
         self.reports.append((metrics, checkpoint))
         self.weights.append(None if checkpoint is None else ts.read_model(checkpoint))
 

@@ -100,7 +100,7 @@ def test_collected_values_equal_the_returned_ones(limit: int, monkeypatch: pytes
 
 @pytest.mark.usefixtures("elsewhere")
 def test_memory_that_steps_reuse_is_copied() -> None:
-    """On another device a copy was always made."""
+    """The collector must copy a tensor before the step writes to its memory again."""
     buffer, made = torch.zeros(2), ts.OutputCollector()
     for i in range(3):
         made.collect((buffer.fill_(i), buffer[:1]))
@@ -159,7 +159,7 @@ class UsesReplayed(Classifier):
 
 
 def uncompiled(model: Any, *, mode: Any = None, options: Any = None) -> Any:
-    """In place of `torch.compile`."""
+    """A replacement for `torch.compile` that returns the model."""
     return model
 
 

@@ -133,7 +133,7 @@ def test_a_dataclass_is_copied_without_graphs() -> None:
     counts += 1
     assert kept.scores.tolist() == [2.0, 2.0]
     assert kept.more["list"][1][1].tolist() == [0.0, 0.0]
-    assert given.scores.requires_grad  # the step's own object is as it was
+    assert given.scores.requires_grad  # the object of the step is unchanged
 
 
 def test_dataclasses_in_lists_are_copied_without_graphs() -> None:

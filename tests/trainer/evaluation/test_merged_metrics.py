@@ -1,4 +1,4 @@
-"""Ranks feed metrics with their parts and merge the states: the values are those of one process, bit for bit."""
+"""Each rank updates metrics with its share, and the states are merged: the values have the bits of one process."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_resume_keeps_the_steps_and_results_of_validations(every: Any, tmp_pat
 
 
 class Signalled(Classifier):
-    """Two validation loaders; a signal comes in batch `at` of the validations, counted over the run."""
+    """Two validation loaders; a signal arrives in batch `at` of the validations, counted over the run."""
 
     def __init__(self, at: int | None = None) -> None:
         super().__init__(dropout=0.3, validate=True)

@@ -1,4 +1,4 @@
-"""Evaluation by a trainer that trains nothing, on any data, with outputs of any lengths."""
+"""Evaluation without training, on any data, with outputs of any lengths."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Sentences:
 
 def predicted(directory: str, backend: str = "ddp") -> dict[str, Any]:
     """Predictions of different lengths, in each of the three forms; as plain lists."""
-    # a training batch that two processes cannot share does not matter here
+    # 7: an evaluation does not need a training batch that two processes can share
     trainer = ts.Trainer(Rows(), arguments(directory, backend=backend, val_batch_size=2, train_batch_size=7))
     listed = trainer.predict(Sentences())
     padded = trainer.predict(Sentences(), pad_value=-9)

@@ -67,7 +67,7 @@ def test_no_value_of_any_part_causes_a_traceback(
     for values in variants(facts):
         (tmp_path / "run.json").write_text(json.dumps(values))
         for command in (["report", str(tmp_path)], ["interrupted", str(tmp_path)]):
-            codes.add(main(command))  # which raises errors that are not the library's own
+            codes.add(main(command))  # which raises any error other than the library's
         said = capsys.readouterr()
         assert "Traceback" not in said.err
         assert len(said.err.splitlines()) <= 2

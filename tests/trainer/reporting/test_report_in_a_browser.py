@@ -1,4 +1,4 @@
-"""A report as a reader sees it: in a real browser, by pixels, by the document and by its network requests."""
+"""The report in a real browser: its pixels, its document and its network requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_curves_are_visible_in_light_and_in_dark(browser: Browser, page: Path, t
         rows, columns = np.nonzero(np.abs(seen - colour).sum(-1) < 30)
         box = browser.ask("(b => [b.left, b.right])(document.querySelector('svg').getBoundingClientRect())")
         within = (columns > box[0]) & (columns < box[1])
-        assert within.sum() > 150, f"curve {series} is not to be seen"
+        assert within.sum() > 150, f"curve {series} is not visible"
         assert np.ptp(columns[within]) > 200
         assert np.ptp(rows[within]) > 20
 

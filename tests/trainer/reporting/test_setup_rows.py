@@ -230,7 +230,7 @@ def test_gradients_that_are_mostly_clipped_are_logged_once(tmp_path: Path, caplo
         (1.0, {"log_every": 15}),
         (100.0, {"log_every": 15, "clip_grads": False}),
         (100.0, {"log_every": 15, "clip_grad_value": 1.0}),
-        (100.0, {"log_every": 1, "max_steps": 9}),  # too few to tell
+        (100.0, {"log_every": 1, "max_steps": 9}),  # too few steps to judge
     ],
 )
 def test_other_gradients_are_not_logged_as_clipped(scale: float, changes: Any, tmp_path: Path, caplog: Logs) -> None:

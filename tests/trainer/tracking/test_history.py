@@ -228,7 +228,7 @@ def test_a_step_that_is_not_whole_is_refused() -> None:
 
 
 def stored(state: dict[str, Any]) -> Any:
-    """`state` as a checkpoint gives it back: through JSON and the bytes of tensors."""
+    """`state` after a checkpoint: through JSON and the bytes of tensors."""
     encoder = StateEncoder()
     tree = json.loads(json.dumps(encoder.encode(state), allow_nan=False))
     return StateDecoder(encoder.pop_tensors()).decode(tree)
@@ -371,7 +371,7 @@ def test_the_state_of_a_million_records_is_small_and_quick() -> None:
 
 
 def test_a_state_converts_only_the_records_since_the_last() -> None:
-    """24 bytes a record made each save slower the longer the run was: 7.2 MB after 100,000 steps."""
+    """With 24 bytes a record, each save would convert 7.2 MB after 100,000 steps."""
     history = RunHistory()
     for step in range(6 * CHUNK):
         history.update_metric("train/loss", float(np.float32(math.sin(step))), step=step)

@@ -1,4 +1,4 @@
-"""Images, texts, tables and files on their way to the writers, and the status of a run."""
+"""Images, texts, tables and files for the writers, and the status of a run."""
 
 from __future__ import annotations
 

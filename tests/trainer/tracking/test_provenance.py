@@ -1,4 +1,4 @@
-"""In private runs: which values are recorded, which may decide about the training, and which leave the run."""
+"""Private runs: the values that are recorded, that may control the training, and that are exported."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     spy = Spy()
     group = WriterGroup([spy], pytest.fail)
     group.open(RunInfo())
-    group._process += 1  # as in a child: it is not the process that opened them
+    group._process += 1  # as in a forked process
     group.write([loss(1)])
     group.close()
     assert spy.calls == ["open"]
