@@ -142,9 +142,7 @@ def test_runs_are_not_replayed_without_need(runs: dict[str, Path], tmp_path: Pat
         compared(runs["plain"], runs["bit"], plain_module)
 
 
-def test_damaged_checkpoints_and_unused_random_states_are_ignored(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_checkpoints_and_unused_random_states_are_ignored(runs: dict[str, Path], tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
     for name in ("one", "two"):
         torch.manual_seed(0)

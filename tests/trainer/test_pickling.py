@@ -55,12 +55,15 @@ def test_a_copy_of_a_finished_trainer_evaluates_and_exports(tmp_path: Path) -> N
     assert copy_of(copied).state.global_step == 8
 
 
-def test_a_copy_of_a_stopped_trainer_evaluates(tmp_path: Path) -> None:
+def test_a_copy_of_a_stopped_trainer_evaluates_but_cannot_train(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.on(ts.Event.TRAIN_STEP_END)(lambda trainer: trainer.request_stop("enough"))
     trainer.train()
     copied = copy_of(trainer)
-    copied.validate()
+    assert copied.state.global_step == 1
+    assert copied.validate().metrics == trainer.validate().metrics
+    with pytest.raises(ConfigurationError, match="resume=True"):
+        copied.train()
 
 
 def test_objects_that_cannot_be_pickled_are_refused(tmp_path: Path) -> None:
