@@ -97,10 +97,10 @@ def test_a_correct_mechanism_passes() -> None:
         {"clipping": "automatic"},
         {"clipping": "adaptive", "per_sample_max_grad_norm": 0.1},
         {"clipping": "per_layer", "per_sample_max_grad_norm": (0.5, 2.0)},
-        {"grad_mode": "vmap", "per_sample_max_grad_norm": 30.0},
-        {"grad_mode": "loop"},
         {"secure": True},
-        {"noise_multiplier": None, "target_epsilon": 3.0, "accountant": "rdp"},
+        pytest.param({"grad_mode": "vmap", "per_sample_max_grad_norm": 30.0}, marks=pytest.mark.long),
+        pytest.param({"grad_mode": "loop"}, marks=pytest.mark.long),
+        pytest.param({"noise_multiplier": None, "target_epsilon": 3.0, "accountant": "rdp"}, marks=pytest.mark.long),
     ],
     ids=lambda given: "-".join(map(str, given.values())),
 )

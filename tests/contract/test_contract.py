@@ -47,6 +47,7 @@ def test_plan_and_counters_equal_those_of_sp(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("PA-08", "PMT-19")
 def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     whole, parts = Classifier(), Classifier()
@@ -58,24 +59,32 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("F109", "FN-32")
-@pytest.mark.parametrize(
-    "stop_at",
-    [
-        4,
-        *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 7)),
-        *(pytest.param(step, marks=pytest.mark.long) for step in (1, 11)),
-    ],
-)
+@pytest.mark.parametrize("stop_at", [4, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 6, 7, 11))])
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
-    """6 steps an epoch: within an epoch, at its end and after it, and in `make test-long` at other steps."""
+    """6 steps an epoch: within an epoch, and in `make test-long` at other steps."""
+    check_stop_and_resume(spec, stop_at, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.spec("F109", "FN-32")
+@pytest.mark.parametrize("stop_at", [6, 7])
+@pytest.mark.parametrize("spec", ["sp", "sp-dp", "ddp", "fsdp"])
+def test_a_resume_at_the_end_of_an_epoch_is_exact(spec: str, stop_at: int, tmp_path: Path) -> None:
+    """At the last step of an epoch and at the first of the next, which the other layers do not affect."""
+    check_stop_and_resume(spec, stop_at, tmp_path)
+
+
+def check_stop_and_resume(spec: str, stop_at: int, folder: Path) -> None:
     torch.manual_seed(5)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=stop_at)
-    stopped = Stops(stochastic(), arguments(tmp_path, checkpointer_args=saving, backend=spec, **MADE), stop_at)
+    stopped = Stops(stochastic(), arguments(folder, checkpointer_args=saving, backend=spec, **MADE), stop_at)
     with pytest.raises(Stopped):
         stopped.train()
     torch.manual_seed(77)
-    resumed = train(stochastic(), tmp_path, checkpointer_args=saving, resume=True, backend=spec, **MADE)
+    resumed = train(stochastic(), folder, checkpointer_args=saving, resume=True, backend=spec, **MADE)
 
     assert_same(end_of(resumed), unbroken_end(spec, os.environ.get(VARIABLE)))
 
@@ -127,6 +136,7 @@ def test_layer_states_survive_a_checkpoint(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("F110", "PMB-14")
 def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
     module = Overflowing(numbers(32), optimizer=torch.optim.AdamW, scheduler=True)
@@ -145,6 +155,7 @@ def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("HZ-30", "F201", "F412")
 def test_validation_does_not_change_training(spec: str, tmp_path: Path) -> None:
     results = []
@@ -159,6 +170,7 @@ def test_validation_does_not_change_training(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: Path) -> None:
     module = SeesPrecision(validate=True)
     train(module, tmp_path, backend=spec)
@@ -167,6 +179,7 @@ def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: 
 
 
 @every_stack
+@pytest.mark.usefixtures("unprobed")
 def test_fast_paths_change_no_bit(spec: str, tmp_path: Path) -> None:
     states = []
     for fast in (True, False):

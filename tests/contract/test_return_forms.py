@@ -17,9 +17,8 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train, weights
 from tests.helpers.specs import stacks_that_run_here
 
-single_process = pytest.mark.parametrize(
-    "spec", [spec for spec in stacks_that_run_here() if isinstance(spec, str) and spec.split("-")[0] == "sp"]
-)
+SPECS = [spec for spec in stacks_that_run_here() if isinstance(spec, str) and spec.split("-")[0] == "sp"]
+single_process = pytest.mark.parametrize("spec", SPECS)
 
 
 class Named(NamedTuple):
@@ -74,6 +73,15 @@ FORMS: dict[str, Any] = {
 }
 
 
+def forms_and_stacks(*complete: str) -> pytest.MarkDecorator:
+    """All forms for the stacks in `complete`, and two for the others; the rest is `long`."""
+    pairs = [(name, spec) for name in FORMS for spec in SPECS]
+    chosen = [name in ("tuple", "nested dataclass") or spec in complete for name, spec in pairs]
+    marks = [() if is_chosen else pytest.mark.long for is_chosen in chosen]
+    params = [pytest.param(*pair, marks=mark) for pair, mark in zip(pairs, marks, strict=True)]
+    return pytest.mark.parametrize(("name", "spec"), params)
+
+
 class Returns(Classifier):
     """`train_step` returns one of `FORMS`; `seen` describes the value that the hook got."""
 
@@ -126,8 +134,7 @@ def skip_forms_that_apex_cannot_cast(name: str, spec: str) -> None:
         pytest.skip("apex casts outputs by type(value)(items), which a named tuple does not take")
 
 
-@single_process
-@pytest.mark.parametrize("name", FORMS)
+@forms_and_stacks("sp", "sp-dp")
 @pytest.mark.spec("FN-51")
 def test_each_form_trains_and_the_hook_gets_the_same_structure(name: str, spec: str, tmp_path: Path) -> None:
     skip_forms_that_apex_cannot_cast(name, spec)
@@ -182,8 +189,8 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
     assert "; a loss is one number. Return its mean over the batch: loss.mean()" in message
 
 
-@single_process
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.usefixtures("unprobed")
+@forms_and_stacks("sp")
 def test_each_form_gives_the_same_validation_loss(name: str, spec: str) -> None:
     skip_forms_that_apex_cannot_cast(name, spec)
     assert len(validation_losses("tensor", spec)) == 1

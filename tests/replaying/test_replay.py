@@ -300,6 +300,7 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path: Path
     assert "has steps 1 to 6 recorded" in reason(place, args=arguments(place), from_step=40)
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_private_run_is_refused(tmp_path: Path) -> None:
     private = ts.DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-4)
     changes: dict[str, Any] = {"backend": "sp-dp", "epochs": 1, "differential_privacy_args": private}

@@ -77,7 +77,7 @@ def test_special_files_block_neither_a_start_nor_a_resume(kind: str) -> None:
 def test_one_unreadable_record_does_not_block_other_runs(kind: str) -> None:
     put(kind, Path("runs/x/run-record.json"))
     for resume in (False, "auto"):
-        assert go(None, resume=resume).global_steps_finished == 1
+        assert go(None, resume=resume, writers=["csv"], report=False).global_steps_finished == 1
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def test_private_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     assert modes(tmp_path / "run") == PRIVATE
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_private_run_keeps_its_files_private(tmp_path: Path) -> None:
     train(tmp_path / "run", backend="sp-dp", differential_privacy_args=REPRODUCIBLE)
 

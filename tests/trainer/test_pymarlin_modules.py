@@ -84,7 +84,15 @@ class Pictures(ModuleInterface):
 
 
 @pytest.mark.spec("PMT-01", "PMT-02", "PMT-10", "PMT-11", "PMT-13", "PMT-22", "PMT-25", "PA-35", "FN-07", "T4", "T7")
-@pytest.mark.parametrize("backend", stacks_that_run_here(trainer=False))
+@pytest.mark.parametrize(
+    "backend",
+    [
+        stack
+        if stack in ("sp", "sp-amp", "ddp") or not isinstance(stack, str)
+        else pytest.param(stack, marks=pytest.mark.long)
+        for stack in stacks_that_run_here(trainer=False)
+    ],
+)
 def test_hooks_run_in_order_with_their_arguments(backend: str, tmp_path: Path) -> None:
     module = Pictures()
     args = TrainerArguments(

@@ -221,8 +221,14 @@ def test_auto_does_not_repeat_finished_folds() -> None:
     assert make(resume="auto").output_dir != first.output_dir
 
 
-@pytest.mark.parametrize("resume", [True, "auto", "best"])
-@pytest.mark.parametrize("mode", ["weights", "weights_and_optimizer"])
+@pytest.mark.parametrize(
+    ("mode", "resume"),
+    [
+        *(("weights", resume) for resume in (True, "auto", "best")),
+        ("weights_and_optimizer", "auto"),
+        *(pytest.param("weights_and_optimizer", resume, marks=pytest.mark.long) for resume in (True, "best")),
+    ],
+)
 def test_a_weights_resume_starts_a_new_folder(resume: Any, mode: Any) -> None:
     saving = ts.DefaultCheckpointerArguments(monitor="train/loss_epoch")
     unfinished = stop_at(3, epochs=2, checkpointer_args=saving)
@@ -242,7 +248,7 @@ def test_a_broken_link_named_as_a_lease_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lease-000000099.json").symlink_to("nowhere")
 
-    trained(output_dir="run", lease_timeout_s=2)  # after this time the lease counts as one of a dead process
+    trained(output_dir="run", lease_timeout_s=0.5)  # after this time the lease counts as one of a dead process
 
 
 @pytest.mark.parametrize("resume", [True, "last", "best"])

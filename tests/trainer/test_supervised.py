@@ -446,7 +446,9 @@ def test_it_can_be_copied_and_pickled_with_its_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.spec("PA-01", "PA-10")
-@pytest.mark.parametrize("spec", ["sp", "sp-amp", "ddp-amp"])
+@pytest.mark.parametrize(
+    "spec", ["sp", *(pytest.param(spec, marks=pytest.mark.long) for spec in ("sp-amp", "ddp-amp"))]
+)
 def test_a_resumed_run_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
     class Stopping(Named):
         stop = True

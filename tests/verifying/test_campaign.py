@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
         Subject("curriculum", "sp", True),
         pytest.param(Subject("shuffled", "sp", False), marks=pytest.mark.long),
         Subject("rank-generators", "ddp", False),
-        Subject("fitted", "sp", True),
+        pytest.param(Subject("fitted", "sp", True), marks=pytest.mark.long),
         pytest.param(Subject("plateau", "sp", False), marks=pytest.mark.long),
     ],
     ids=lambda subject: f"{subject.case}-{subject.backend}",
@@ -30,7 +30,7 @@ def test_a_killed_training_ends_with_the_same_bits(subject: Subject, tmp_path: P
     assert is_good(subject, outcome), outcome.words
 
 
-@pytest.mark.parametrize("component", ["the history", "a counter of a callback"])
+@pytest.mark.parametrize("component", ["a counter of a callback", pytest.param("the history", marks=pytest.mark.long)])
 def test_a_component_that_is_not_restored_is_detected(component: str, tmp_path: Path) -> None:
     """`python -m tools.kills.breaks` tries the others."""
     broken = Break(*COMPONENTS[component])

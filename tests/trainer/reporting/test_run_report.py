@@ -168,6 +168,7 @@ def test_a_page_draws_at_most_300_metrics() -> None:
     assert "are drawn" not in page_of([ReportedRun(label="a", facts=RunFacts(name="a"), curves={"m": curves["m/0"]})])
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("logged", [False, True])
 def test_the_training_loss_of_a_private_run_is_not_shown(logged: bool, tmp_path: Path) -> None:
     """Also if the files have it: users share reports with others."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -420,8 +421,16 @@ def test_all_records_keep_their_order_and_bits() -> None:
         assert exact(earlier.all_records()) == exact(rows[: place + 1])
 
 
-@pytest.mark.parametrize("before", [0, 3, CHUNK - 1, CHUNK, 2 * CHUNK + 7])
-@pytest.mark.parametrize("more", [0, 5, CHUNK, 3 * CHUNK])
+MARKS = [(0, 0), (0, 3 * CHUNK), (3, 5), (CHUNK - 1, 5), (CHUNK, CHUNK), (2 * CHUNK + 7, 5)]
+
+
+@pytest.mark.parametrize(
+    ("before", "more"),
+    [
+        pair if pair in MARKS else pytest.param(*pair, marks=pytest.mark.long)
+        for pair in itertools.product((0, 3, CHUNK - 1, CHUNK, 2 * CHUNK + 7), (0, 5, CHUNK, 3 * CHUNK))
+    ],
+)
 def test_records_since_a_mark_can_be_removed(before: int, more: int) -> None:
     history, expected = RunHistory(), RunHistory()
     for place in range(before):

@@ -203,6 +203,7 @@ class LogsPrivately(Logs):
         self.log_text("public", "constant", provenance=ts.Provenance.PUBLIC)
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("shows", [False, True])
 def test_a_private_run_writes_only_permitted_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shows: bool
