@@ -120,13 +120,13 @@ def test_the_best_is_saved_after_each_validation_within_an_epoch(tmp_path: Path)
 
 
 def test_early_stopping_counts_across_interruptions(tmp_path: Path) -> None:
-    """The run is interrupted at every step. It stops at the epoch of an unbroken run, with the same weights."""
+    """Epochs have 3 steps. The run stops at the epoch of an unbroken run, with the same weights."""
     scores = [1.0, 3.0, 2.0, 2.0, 2.0, 9.0]
     unbroken = Scored(*scores, dropout=0.2)
     torch.manual_seed(1)
     whole = trained(tmp_path / "whole", unbroken, cb.EarlyStopping("score", mode="max", patience=3), epochs=6)
     torch.manual_seed(1)
-    for stop_at in [*range(1, 15), None]:
+    for stop_at in [1, 3, 4, 6, 8, 9, 12, 14, None]:
         module, stopping = Scored(*scores, dropout=0.2), cb.EarlyStopping("score", mode="max", patience=3)
         trainer = trainer_of(tmp_path / "cut", module, stopping, epochs=6, resume="auto", checkpointer_args=EVERY_STEP)
         trainer.on(ts.Event.TRAIN_STEP_END, when=lambda t, at=stop_at: t.state.global_step == at)(

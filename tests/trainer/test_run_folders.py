@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 import trainstack as ts
 from tests.helpers import launched
 from tests.helpers.modules import Classifier, numbers
+from tests.helpers.processes import run_world
 from tests.helpers.scripts import run_python
 from trainstack.checkpointing import Lease
 from trainstack.checkpointing.directory import list_checkpoints
@@ -586,7 +588,6 @@ def test_a_dev_run_writes_no_files() -> None:
 SCRIPT = """
 import os, signal, sys
 import trainstack as ts
-from tests.helpers import launched
 from tests.helpers.modules import Classifier, numbers
 
 args = ts.TrainerArguments(train_batch_size=8, epochs=4, progress="none", writers=["csv"], resume=RESUME)
@@ -633,9 +634,12 @@ def test_an_interrupted_script_prints_one_sentence_and_can_continue() -> None:
 
 @pytest.mark.distributed
 def test_ranks_share_one_folder_and_a_restart_continues_there() -> None:
-    ends = ts.launch(launched.train_in_the_default_folder, nproc=2, max_restarts=1)
+    training = {"directory": os.getcwd(), "fresh": True}
+    killed, _ = run_world(2, launched.train_in_the_default_folder, is_killed=True, may_fail=True, **training)
+    ends = run_world(2, launched.train_in_the_default_folder, is_killed=False, **training)
 
+    assert killed["exit"] == -signal.SIGKILL
     (folder,) = Path("runs").iterdir()
-    assert ends == [(str(folder.absolute()), 4)] * 2
+    assert ends == [[str(folder.absolute()), 4]] * 2
     steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines() if ",train/loss," in line]
     assert steps == ["1", "2", "3", "4"]
