@@ -117,20 +117,13 @@ def run_in_terminal(
     Raises:
         TimeoutError: it was killed because of `timeout_s`.
     """
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, screen.width, 0, 0))
-    left_out = ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR", "CI")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out} | {"TERM": "xterm"}
+    ours, its = open_terminal(screen.width)
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
+        command, cwd=folder, env=terminal_environment(), stdin=its, stdout=its, stderr=its, start_new_session=True
     )
     os.close(its)
-    deadline, pending = time.monotonic() + timeout_s, b""
-    with contextlib.suppress(OSError):  # EIO: the other end is closed
-        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            pending += os.read(ours, 1 << 16)
-            text, pending = _decoded(pending)
-            screen.feed(text)
+    deadline = time.monotonic() + timeout_s
+    show(ours, screen, deadline)
     late = process.poll() is None and time.monotonic() >= deadline
     if late:
         process.kill()
@@ -139,6 +132,29 @@ def run_in_terminal(
     if late:
         raise TimeoutError(f"{command} took longer than {timeout_s:g} s. It showed:\n" + "\n".join(screen.lines))
     return status
+
+
+def open_terminal(width: int) -> tuple[int, int]:
+    """A new pseudo-terminal: the descriptor with the output of a program, and the one for its streams."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    return ours, its
+
+
+def terminal_environment() -> dict[str, str]:
+    """The environment of this process, without variables that change the output in a terminal."""
+    left_out = ("NO_COLOR", "COLUMNS", "LINES", "FORCE_COLOR", "CI")
+    return {name: value for name, value in os.environ.items() if name not in left_out} | {"TERM": "xterm"}
+
+
+def show(ours: int, screen: Screen, deadline: float) -> None:
+    """Give `screen` the output of a program until it ends, or until `deadline` of the monotonic clock."""
+    pending = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            pending += os.read(ours, 1 << 16)
+            text, pending = _decoded(pending)
+            screen.feed(text)
 
 
 def _decoded(data: bytes) -> tuple[str, bytes]:

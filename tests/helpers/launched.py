@@ -188,16 +188,17 @@ def train_in_the_default_folder(directory: str, *, is_killed: bool) -> tuple[str
 
 
 class WorkHere:
-    """`worker.work` in the environment of the calling process, for processes that another one forks."""
+    """`worker.work` with the environment and the output of the caller, for a process that another one forks."""
 
-    __name__ = "work"  # torch reads it
-
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.environment = environment
+    def __init__(self, caller: int = 0, environment: dict[str, str] | None = None) -> None:
+        self.caller, self.environment = caller, environment or {}
+        self.__name__ = self.__qualname__ = "work"  # torch reads both
 
     def __reduce__(self) -> Any:
-        return WorkHere, (dict(os.environ),)
+        return WorkHere, (os.getpid(), dict(os.environ))
 
     def __call__(self, call: bytes, output: str) -> None:
-        os.environ.update(self.environment or {})
+        os.environ.update(self.environment)
+        for number in (1, 2):
+            os.dup2(os.open(f"/proc/{self.caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
         worker.work(call, output)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.helpers.patience import patience
 from tests.helpers.processes import run_world
 from tests.helpers.workers.scripts import run_program
+from tools.terminal import Screen, open_terminal, show, terminal_environment
 
 
 def run_python(
@@ -30,3 +34,18 @@ def run_python(
         )
         printed, said = (Path(folder, str(number)).read_text() for number in (1, 2))
         return subprocess.CompletedProcess([*arguments], code, printed, said)
+
+
+def run_python_in_terminal(script: str, folder: Path, screen: Screen) -> int:
+    """The result of `run_in_terminal([sys.executable, script], folder, screen)`, for the programs of `run_python`."""
+    ours, its = open_terminal(screen.width)
+    with tempfile.TemporaryDirectory() as outputs, ThreadPoolExecutor(1) as reader:
+        for number in (1, 2):
+            Path(outputs, str(number)).symlink_to(os.ttyname(its))
+        shown = reader.submit(show, ours, screen, time.monotonic() + patience(60))
+        options = {"cwd": str(folder), "environment": terminal_environment()}
+        (status,) = run_world(1, run_program, fresh=True, arguments=[script], folder=outputs, **options)
+        os.close(its)
+        shown.result()
+    os.close(ours)
+    return int(status)

@@ -13,7 +13,7 @@ from trainstack.step_log import ABSENT, ENTRY, Flag, ranks_of, read_step_log
 from trainstack.step_log.format import Kind, pack_details, to_json
 
 
-def test_entries_come_back_bit_by_bit(tmp_path: Path) -> None:
+def test_entries_are_read_bit_by_bit(tmp_path: Path) -> None:
     written = steps(1, 40)
     written["loss"][3:6] = np.nan, np.inf, -0.0
     head = append(tmp_path, (Kind.STEPS, written[:25].tobytes()), (Kind.STEPS, written[25:].tobytes()))

@@ -127,7 +127,7 @@ MODULE_MISTAKES = {
         {"train_step": lambda self, batch, batch_idx: None},
         r"train_step\(batch, batch_idx\) cannot be .*Write def train_step\(self, global_step, batch, device\)",
     ),
-    "a forward of one's own": (
+    "a custom forward": (
         {"forward": lambda self, x: x},
         "Broken.forward.* The backend calls this method; keep your network in an attribute",
     ),

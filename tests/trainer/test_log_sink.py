@@ -96,7 +96,7 @@ CASES = [
 ]
 
 
-class TestWhatTheTrainerLeaves:
+class TestAttributesOfTheModule:
     @pytest.mark.parametrize(("backend", "verb", "fails_in"), CASES)
     def test_only_documented_attributes_are_set(self, backend: str, verb: str, fails_in: str, tmp_path: Path) -> None:
         module = Logs(fails_in)
@@ -125,7 +125,7 @@ class TestWhatTheTrainerLeaves:
         assert trainer.history.get_metric_names() == set()
 
 
-class TestWhereValuesGo:
+class TestRecords:
     def test_a_validation_without_log_does_not_reach_the_history(self, tmp_path: Path) -> None:
         trainer = ts.Trainer(Logs(), arguments(tmp_path))
         metrics = trainer.validate(log=False).metrics
@@ -184,7 +184,7 @@ class TestWhereValuesGo:
         assert second.history.get_metric_names() - first.history.get_metric_names() == {"afterwards"}
 
 
-class TestAStepOfEvaluationGivenToTheTrainer:
+class TestValStepOfTheTrainer:
     def test_it_replaces_val_step_only_and_may_call_it(self, tmp_path: Path) -> None:
         trainer = ts.Trainer(Logs(), arguments(tmp_path), val_step=own_val_step)
         assert {"in_own", "in_val_step"} <= trainer.validate().metrics.keys()
@@ -211,7 +211,7 @@ class TestAStepOfEvaluationGivenToTheTrainer:
         assert trainer.validate().metrics["val/loss"] == 7.0
 
 
-class TestTheSink:
+class TestLogSink:
     @staticmethod
     def recorded(*histories: ts.RunHistory) -> list[set[str]]:
         return [history.get_metric_names() for history in histories]

@@ -12,7 +12,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments
 
 
-class TestTheViewOfARun:
+class TestRunView:
     @pytest.mark.spec("FN-49", "HZ-32")
     def test_it_shows_counters_and_loaders(self, tmp_path: Path) -> None:
         module = Classifier(validate=True)

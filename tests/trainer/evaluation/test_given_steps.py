@@ -12,7 +12,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments
 
 
-class TestAStepOfEvaluationGivenToTheTrainer:
+class TestValStepOfTheTrainer:
     @staticmethod
     def own(module: Any, global_step: int, batch: Any, device: Any) -> Any:
         return nn.functional.cross_entropy(module.net(batch[0]), batch[1]) + 100.0

@@ -37,7 +37,7 @@ class Validated(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def step_of_ones_own(module: Any, global_step: int, batch: Any, device: Any) -> Any:
+def custom_val_step(module: Any, global_step: int, batch: Any, device: Any) -> Any:
     return module.train_step(global_step, batch, device)
 
 
@@ -58,7 +58,7 @@ class TestValidationDataWithoutAStep:
 
     def test_a_val_step_of_the_trainer_suffices(self, tmp_path: Path) -> None:
         module = Validated()
-        trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=step_of_ones_own)
+        trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=custom_val_step)
         trainer.train()
         assert (trainer.global_steps_finished, module.asked) == (4, 2)
 

@@ -1,3 +1,5 @@
+"""The history of a run: its records, its reads from the device, and its state."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""Progress displays: their pace, their output and their choice."""
+
 from __future__ import annotations
 
 import io

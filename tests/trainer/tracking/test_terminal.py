@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.patience import patience
-from tools.terminal import Screen, run_in_terminal
+from tests.helpers.scripts import run_python_in_terminal
+from tools.terminal import Screen
 
 SCRIPT = """
 import os, signal, time
@@ -33,7 +32,7 @@ ts.Trainer(Slow(torch.nn.Linear(4, 1), torch.nn.MSELoss(), "sgd", data, data), a
 def test_no_bar_is_left_after_an_interrupt(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SCRIPT, encoding="utf-8")
     screen = Screen(40)
-    status = run_in_terminal([sys.executable, "slow.py"], tmp_path, screen, timeout_s=patience(60))
+    status = run_python_in_terminal("slow.py", folder=tmp_path, screen=screen)
     text = "\n".join(screen.lines)
     assert status == -signal.SIGINT, text
     table = screen.lines.index("epoch train/loss    val/loss      time")

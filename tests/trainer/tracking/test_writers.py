@@ -1,3 +1,5 @@
+"""Writers of CSV, TensorBoard and standard output, and groups of writers."""
+
 from __future__ import annotations
 
 import csv
