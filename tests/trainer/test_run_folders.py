@@ -171,7 +171,7 @@ def test_auto_ignores_a_copy_of_a_run(ending: str, caplog: pytest.LogCaptureFixt
 
 def test_auto_does_not_wait_for_a_held_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = stop_at(3, epochs=2)
-    other = Lease.acquire([unfinished.output_dir])
+    other = Lease.acquire([unfinished.output_dir], beat_s=0.1)
     monkeypatch.setattr(run_directory, "is_held_here", lambda _: False)  # the other process acquires it after the check
     begin_another_process()
     second = trained(epochs=2, resume="auto")

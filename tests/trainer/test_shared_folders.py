@@ -11,13 +11,16 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers
+from trainstack.checkpointing import Lease
 from trainstack.checkpointing.directory import list_checkpoints
 from trainstack.trainer.run_record import read_record
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another folder for each test, and more frequent heartbeats: a refused run waits for one."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(Lease.acquire.__kwdefaults__, "beat_s", 0.1)  # type: ignore[attr-defined]
 
 
 def make(folder: str, hook: Any = None, **changes: Any) -> ts.Trainer:
