@@ -11,6 +11,8 @@ import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,6 +32,13 @@ SEED = int(os.environ.get("TEST_SEED", "0"))
 EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "100"))
 hypothesis.settings.register_profile("trainstack", derandomize=SEED == 0, deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("trainstack")
+
+MEMORY = "/dev/shm"
+"""A file system without a disk, on Linux. Each fsync waits milliseconds for a disk, and each training makes dozens."""
+ROOM = 4 << 30  # bytes; the files of a whole run and of the two before it take less than 2 GiB
+if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("TMPDIR", MEMORY)  # for child processes too
+    tempfile.tempdir = None  # an import may have read the variable before
 
 NOT_FAST = ("distributed", "processes", "slow")
 """The markers that `--fast` leaves out."""
