@@ -29,7 +29,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: object) -> st
 def description_of(markdown: str) -> str:
     """The first sentences of the first paragraph, as plain text."""
     blocks = _FENCED.sub("", markdown).split("\n\n")
-    text = next((block for block in map(str.strip, blocks) if block and not block.startswith(("#", "<", "|", ":::"))), "")
+    text = next(
+        (block for block in map(str.strip, blocks) if block and not block.startswith(("#", "<", "|", ":::"))), ""
+    )
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())).replace("`", "").replace("*", "")
     while len(text) > LONGEST and ". " in text:
         text = text.rpartition(". ")[0] + "."
