@@ -2,7 +2,7 @@
 
 - Titles and descriptions of pages are unique.
 - No line of code is longer than `COLUMNS`.
-- The search box of the site finds the page of `ANSWERS` among its first `FIRST` results. Node runs the site's own script.
+- The search box finds the pages of `ANSWERS` among its first `FIRST` results. Node runs the site's own script.
 - No page is longer than `SCREENS` screens, if Chromium is installed.
 
 `--search WORDS` prints the results for some words.
@@ -43,6 +43,9 @@ ANSWERS = {
 }
 """Words that readers type, and the page that answers."""
 
+TITLE = r"<title>(.*?)</title>"
+DESCRIPTION = r'<meta name="description" content="(.*?)"'
+
 _RUN_WORKER = """
 const fs = require("fs"), [worker, index, ...queries] = process.argv.slice(1);
 const handlers = [], answers = [];
@@ -79,10 +82,10 @@ def repeated(pages: dict[str, str], what: str, pattern: str) -> Iterator[str]:
 
 
 def long_lines(pages: dict[str, str]) -> Iterator[str]:
-    """Lines of code that a reader has to scroll to see."""
+    """Lines of code that a reader has to scroll to see; printed text wraps, and wide tables are marked."""
     for page, text in pages.items():
-        for block in re.findall(r"<pre>.*?<code[^>]*>(.*?)</code></pre>", text, re.S):
-            for line in html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines():
+        for kind, block in re.findall(r'<div class="([^"]*\bhighlight\b[^"]*)"><pre>(.*?)</pre>', text, re.S):
+            for line in [] if "language-text" in kind else html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines():
                 if len(line) > COLUMNS:
                     yield f"{page or 'home'}: {len(line)} columns: {line.strip()[:60]} ..."
 
@@ -139,8 +142,8 @@ def main() -> None:
         return
     pages = pages_of(given.site)
     faults = [
-        *repeated(pages, "title", r"<title>(.*?)</title>"),
-        *repeated(pages, "description", r'<meta name="description" content="(.*?)"'),
+        *repeated(pages, "title", TITLE),
+        *repeated(pages, "description", DESCRIPTION),
         *long_lines(pages),
         *not_found(given.site, ANSWERS),
         *long_pages(given.site, pages),

@@ -16,13 +16,18 @@ INDEX = "<!-- api index -->"
 LONGEST = 160
 """Characters of a description that search engines show."""
 
+BEHIND = ("api/", "coming-from/", "architecture", "comparison", "conformance", "features", "releasing")
+"""Pages that search lists behind the others: they name everything, and explain little."""
+
 _ENTRY = re.compile(r"^::: ([\w.]+)((?:\n    .*)*)", re.M)
 _FENCED = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: object) -> str:
-    """Set the description of a page, and write the list of names where a page asks for it."""
+    """Set the description of a page and its place in the search, and write the list of names if a page asks for it."""
     page.meta.setdefault("description", description_of(markdown))
+    if page.file.src_uri.startswith(BEHIND):
+        page.meta.setdefault("search", {"boost": 0.5})
     return markdown.replace(INDEX, api_index(config.nav, Path(config.docs_dir))) if INDEX in markdown else markdown
 
 

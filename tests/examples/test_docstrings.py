@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,9 +73,8 @@ def faults_of_script(docstring: str, folder: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    yield
 
 
 @pytest.mark.parametrize("name", EACH)
