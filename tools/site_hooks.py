@@ -55,10 +55,10 @@ def api_index(nav: list[Any], docs: Path) -> str:
 
 
 def names_on(page: Path) -> Iterator[tuple[str, str]]:
-    """The full name and the purpose of each object on an API page; the public names of a module instead of itself."""
+    """The full name and the purpose of each object on an API page; of a module, or a class without heading, its names."""
     for entry in _ENTRY.finditer(page.read_text(encoding="utf-8")):
         value = _imported(entry[1])
-        if not inspect.ismodule(value):
+        if not inspect.ismodule(value) and "show_root_heading: false" not in entry[2]:
             yield entry[1], purpose_of(value)
             continue
         own = [name for name, one in vars(value).items() if name[0] != "_" and _is_from(one, value)]
@@ -68,8 +68,9 @@ def names_on(page: Path) -> Iterator[tuple[str, str]]:
 
 def purpose_of(value: object) -> str:
     """The first sentence of a docstring, on one line; of a constant, that of its class in trainstack."""
-    owner = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
-    doc = inspect.getdoc(owner) if owner.__module__.startswith("trainstack") or owner is value else None
+    described = isinstance(value, property) or inspect.isclass(value) or inspect.isroutine(value)
+    owner = value if described else type(value)
+    doc = inspect.getdoc(owner) if described or type(value).__module__.startswith("trainstack") else None
     first = " ".join((doc or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.:]) (?=[A-Z])", first)[0].replace("|", "\\|")
 
@@ -93,5 +94,7 @@ def _imported(name: str) -> object:
         return getattr(importlib.import_module(module), member)
 
 
-def _is_from(value: object, module: object) -> bool:
-    return (getattr(value, "__module__", None) or type(value).__module__) == getattr(module, "__name__", "")
+def _is_from(value: object, owner: object) -> bool:
+    if inspect.isclass(owner):
+        return inspect.isroutine(value) or isinstance(value, property)
+    return (getattr(value, "__module__", None) or type(value).__module__) == getattr(owner, "__name__", "")

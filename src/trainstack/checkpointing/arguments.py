@@ -156,7 +156,9 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is wrong, or two contradict each other.
 
     Examples:
-        >>> saving = ts.DefaultCheckpointerArguments(every_n_steps=4, keep_last=3, keep_best=1, monitor="val/loss")
+        >>> saving = ts.DefaultCheckpointerArguments(
+        ...     every_n_steps=4, keep_last=3, keep_best=1, monitor="val/loss"
+        ... )
         >>> ts.Trainer(module, replace(args, checkpointer_args=saving)).train()
     """
 

@@ -213,7 +213,9 @@ class TrainerArguments(metaclass=SuggestsNames):
         ConfigurationError: a value is out of range, or two contradict each other.
 
     Examples:
-        >>> args = ts.TrainerArguments(epochs=3, train_batch_size=64, backend="auto-bf16", resume="auto")
+        >>> args = ts.TrainerArguments(
+        ...     epochs=3, train_batch_size=64, backend="auto-bf16", resume="auto"
+        ... )
         >>> replace(args, epochs=5).epochs
         5
         >>> ts.TrainerArguments(batch_size=64)

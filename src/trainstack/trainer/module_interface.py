@@ -192,11 +192,15 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         ...         super().__init__()
         ...         self.model = nn.Linear(1, 1)
         ...
-        ...     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch, epochs):
+        ...     def get_optimizers_schedulers(
+        ...         self, estimated_global_steps_per_epoch, epochs
+        ...     ):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1), None
         ...
         ...     def get_train_dataloader(self, sampler, batch_size):
-        ...         return DataLoader(data, batch_size=batch_size, sampler=sampler(data))
+        ...         return DataLoader(
+        ...             data, batch_size=batch_size, sampler=sampler(data)
+        ...         )
         ...
         ...     def train_step(self, global_step, batch, device):
         ...         x, y = batch

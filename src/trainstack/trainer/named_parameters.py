@@ -86,7 +86,10 @@ def split_parameters(module: nn.Module, keys: Iterable[str]) -> dict[str, list[n
 
     Examples:
         >>> parts = ts.split_parameters(module, ["matrices", "rest"])
-        >>> {key: [tuple(parameter.shape) for parameter in part] for key, part in parts.items()}
+        >>> {
+        ...     key: [tuple(parameter.shape) for parameter in part]
+        ...     for key, part in parts.items()
+        ... }
         {'matrices': [(1, 1)], 'rest': [(1,)]}
     """
     embeddings = {

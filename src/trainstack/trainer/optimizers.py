@@ -34,7 +34,9 @@ def build_optimizer(
         ConfigurationError: there is no such optimizer, or it does not have these options.
 
     Examples:
-        >>> optimizer = ts.build_optimizer("adamw", module.parameters(), lr=1e-3, weight_decay=0.1)
+        >>> optimizer = ts.build_optimizer(
+        ...     "adamw", module.parameters(), lr=1e-3, weight_decay=0.1
+        ... )
         >>> type(optimizer).__name__
         'AdamW'
     """

@@ -102,7 +102,13 @@ class SupervisedModule(ModuleInterface):
     Examples:
         >>> model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> module = ts.SupervisedModule(
-        ...     model, nn.MSELoss(), "adamw", data, data, optimizer_kwargs={"lr": 0.01}, scheduler="warmup_cosine"
+        ...     model,
+        ...     nn.MSELoss(),
+        ...     "adamw",
+        ...     data,
+        ...     data,
+        ...     optimizer_kwargs={"lr": 0.01},
+        ...     scheduler="warmup_cosine",
         ... )
         >>> ts.Trainer(module, args).train()
     """

@@ -115,7 +115,9 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         ConfigurationError: an argument has the wrong type, or the backend string is invalid.
 
     Examples:
-        >>> trainer = ts.Trainer(module, args, callbacks=[ts.callbacks.EarlyStopping(patience=3)])
+        >>> trainer = ts.Trainer(
+        ...     module, args, callbacks=[ts.callbacks.EarlyStopping(patience=3)]
+        ... )
         >>> trainer.train()
         >>> trainer.global_steps_finished
         8

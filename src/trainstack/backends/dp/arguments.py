@@ -88,7 +88,9 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
     Examples:
         >>> privacy = ts.DifferentialPrivacyArguments(target_epsilon=3.0, delta=1e-3)
         >>> private = replace(args, backend="sp-dp", differential_privacy_args=privacy)
-        >>> trainer = ts.Trainer(ts.SupervisedModule(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), private)
+        >>> trainer = ts.Trainer(
+        ...     ts.SupervisedModule(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), private
+        ... )
         >>> trainer.train()
         >>> trainer.privacy_statement().epsilon <= 3.0
         True

@@ -265,7 +265,9 @@ class EarlyStopping(MonitorCallback):
         ConfigurationError: an argument is invalid.
 
     Examples:
-        >>> stopping = ts.callbacks.EarlyStopping("val/loss", patience=2, min_delta=1e-3)
+        >>> stopping = ts.callbacks.EarlyStopping(
+        ...     "val/loss", patience=2, min_delta=1e-3
+        ... )
         >>> ts.Trainer(module, args, callbacks=[stopping]).train()
     """
 

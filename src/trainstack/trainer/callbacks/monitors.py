@@ -97,7 +97,11 @@ class GradNormMonitor(Callback):
         ConfigurationError: the depth is invalid; or, when the run is prepared: the backend is private.
 
     Examples:
-        >>> trainer = ts.Trainer(module, replace(args, log_every=1), callbacks=[ts.callbacks.GradNormMonitor()])
+        >>> trainer = ts.Trainer(
+        ...     module,
+        ...     replace(args, log_every=1),
+        ...     callbacks=[ts.callbacks.GradNormMonitor()],
+        ... )
         >>> trainer.train()
         >>> norms = trainer.history.get_metric_values("grad_norm/model")
     """

@@ -33,9 +33,18 @@ class OptunaPruning(MonitorCallback):
         >>> def objective(trial):
         ...     lr = trial.suggest_float("lr", 1e-3, 1, log=True)
         ...     module = ts.SupervisedModule(
-        ...         nn.Linear(1, 1), nn.MSELoss(), "sgd", data, data, optimizer_kwargs={"lr": lr}
+        ...         nn.Linear(1, 1),
+        ...         nn.MSELoss(),
+        ...         "sgd",
+        ...         data,
+        ...         data,
+        ...         optimizer_kwargs={"lr": lr},
         ...     )
-        ...     trainer = ts.Trainer(module, args, callbacks=[ts.callbacks.OptunaPruning(trial, "val/loss")])
+        ...     trainer = ts.Trainer(
+        ...         module,
+        ...         args,
+        ...         callbacks=[ts.callbacks.OptunaPruning(trial, "val/loss")],
+        ...     )
         ...     trainer.train()
         ...     return trainer.history.get_latest_metric("val/loss")
         >>> study = optuna.create_study(direction="minimize")

@@ -57,7 +57,9 @@ class StepTimer(Callback):
     host.
 
     Examples:
-        >>> trainer = ts.Trainer(module, replace(args, log_every=4), callbacks=[ts.callbacks.StepTimer()])
+        >>> trainer = ts.Trainer(
+        ...     module, replace(args, log_every=4), callbacks=[ts.callbacks.StepTimer()]
+        ... )
         >>> trainer.train()
         >>> seconds = trainer.history.get_latest_metric("time/forward")
     """
@@ -123,7 +125,9 @@ class ThroughputMonitor(Callback):
         ConfigurationError: one of the FLOPs is missing or not above 0.
 
     Examples:
-        >>> monitor = ts.callbacks.ThroughputMonitor(tokens=lambda batch: batch[0].numel())
+        >>> monitor = ts.callbacks.ThroughputMonitor(
+        ...     tokens=lambda batch: batch[0].numel()
+        ... )
         >>> ts.Trainer(module, args, callbacks=[monitor]).train()
     """
 

@@ -57,9 +57,18 @@ class TrainingPlan:
 
     Examples:
         >>> plan = ts.TrainingPlan.make(
-        ...     train_batch_size=64, gpu_batch_size_limit=12, world_size=2, epochs=3, dataset_length=1000
+        ...     train_batch_size=64,
+        ...     gpu_batch_size_limit=12,
+        ...     world_size=2,
+        ...     epochs=3,
+        ...     dataset_length=1000,
         ... )
-        >>> plan.process_batch, plan.accumulation, plan.steps_per_epoch, plan.total_steps
+        >>> (
+        ...     plan.process_batch,
+        ...     plan.accumulation,
+        ...     plan.steps_per_epoch,
+        ...     plan.total_steps,
+        ... )
         (32, 3, 16, 48)
     """
 

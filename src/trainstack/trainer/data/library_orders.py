@@ -35,7 +35,9 @@ class LengthGroupedSampler(Sampler[int]):
     Examples:
         >>> class Line(ts.SupervisedModule):
         ...     def get_train_dataloader(self, sampler, batch_size):
-        ...         order = ts.LengthGroupedSampler([1 + index % 7 for index in range(len(data))])
+        ...         order = ts.LengthGroupedSampler(
+        ...             [1 + index % 7 for index in range(len(data))]
+        ...         )
         ...         return DataLoader(data, batch_size=batch_size, sampler=order)
         >>> ts.Trainer(Line(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), args).train()
     """

@@ -167,7 +167,9 @@ class Callback:
     Examples:
         >>> class Steps(ts.Callback):
         ...     def on_epoch_end(self, trainer, epoch):
-        ...         print("epoch", epoch, "ends after", trainer.state.global_step, "steps")
+        ...         print(
+        ...             "epoch", epoch, "ends after", trainer.state.global_step, "steps"
+        ...         )
         >>> ts.Trainer(module, args, callbacks=[Steps]).train()
         epoch 0 ends after 4 steps
         epoch 1 ends after 8 steps

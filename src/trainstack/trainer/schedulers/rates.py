@@ -21,7 +21,9 @@ def by_step(optimizer: Optimizer, rate: Callable[[int], float]) -> LRScheduler:
 
     Examples:
         >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        >>> scheduler = ts.schedulers.by_step(optimizer, lambda step: 0.5 if step < 2 else 0.25)
+        >>> scheduler = ts.schedulers.by_step(
+        ...     optimizer, lambda step: 0.5 if step < 2 else 0.25
+        ... )
         >>> scheduler.get_last_lr()
         [0.5]
     """

@@ -31,9 +31,14 @@ class SchedulerConfig:
 
     Examples:
         >>> plateau = ts.SchedulerConfig(
-        ...     lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2), monitor="val/loss"
+        ...     lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        ...         optimizer, patience=2
+        ...     ),
+        ...     monitor="val/loss",
         ... )
-        >>> module = ts.SupervisedModule(nn.Linear(1, 1), nn.MSELoss(), "sgd", data, data, scheduler=plateau)
+        >>> module = ts.SupervisedModule(
+        ...     nn.Linear(1, 1), nn.MSELoss(), "sgd", data, data, scheduler=plateau
+        ... )
         >>> ts.Trainer(module, args).train()
     """
 

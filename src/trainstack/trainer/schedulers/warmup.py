@@ -94,7 +94,9 @@ def warmup_cosine(
 
     Examples:
         >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        >>> scheduler = ts.schedulers.warmup_cosine(optimizer, total_steps=100, warmup=10)
+        >>> scheduler = ts.schedulers.warmup_cosine(
+        ...     optimizer, total_steps=100, warmup=10
+        ... )
         >>> scheduler.get_last_lr()
         [0.0]
     """
@@ -117,7 +119,9 @@ def warmup_linear(
 
     Examples:
         >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        >>> scheduler = ts.schedulers.warmup_linear(optimizer, total_steps=100, warmup=0.1, final_ratio=0.1)
+        >>> scheduler = ts.schedulers.warmup_linear(
+        ...     optimizer, total_steps=100, warmup=0.1, final_ratio=0.1
+        ... )
     """
     descent = _Descent("linear", cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
     return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
