@@ -1,4 +1,4 @@
-"""Check that each public name has a docstring and is in the API reference of the built documentation.
+"""Check that each public name has a docstring, with its parameters, and is in the API reference of the built site.
 
 `python tools/public_names.py build/site` reads the inventory `objects.inv` there, which mkdocstrings writes.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "trainstack",
@@ -65,6 +68,27 @@ def undocumented_methods(owner: type) -> list[str]:
     ]
 
 
+def without_args() -> list[str]:
+    """Public functions, and methods of `Trainer`, whose docstring does not describe their parameters."""
+    trainer = importlib.import_module("trainstack").Trainer
+    named = {
+        f"Trainer.{name}": value for name, value in inspect.getmembers(trainer, inspect.isroutine) if name[0] != "_"
+    }
+    for package in PACKAGES:
+        named |= {name: value for name, value in names_of(package).items() if inspect.isroutine(value)}
+    return sorted(name for name, value in named.items() if not describes_parameters(value))
+
+
+def describes_parameters(function: Callable[..., Any]) -> bool:
+    """Whether a docstring has an `Args` section, refers to that of another function, or its summary has all names."""
+    text = inspect.getdoc(function) or ""
+    summary = text.partition("\n\n")[0]
+    if re.search("^Args:$", text, re.M) or re.search(r"[Aa]rguments .*(as in|those of) `", summary):
+        return True
+    parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    return all(re.search(rf"`\*{{0,2}}{name}\b", summary) for name in parameters)
+
+
 def inventory(site: Path) -> set[str]:
     """The names that have an entry in the documentation that was built in `site`."""
     packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # four lines of text stand before it
@@ -88,6 +112,7 @@ def main() -> None:
     parser.add_argument("site", type=Path, help="the folder that `mkdocs build` wrote")
     entries = inventory(parser.parse_args().site)
     wrong = [f"{name} has no docstring" for name in undocumented()]
+    wrong += [f"{name} does not describe its parameters: write an Args section" for name in without_args()]
     wrong += [f"{name} is not in the API reference" for name in unlisted(entries)]
     if wrong:
         sys.exit("\n".join(wrong))

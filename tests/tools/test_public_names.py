@@ -13,6 +13,38 @@ def test_every_public_class_and_function_has_a_docstring() -> None:
     assert public_names.undocumented() == []
 
 
+def test_every_public_function_describes_its_parameters() -> None:
+    assert public_names.without_args() == []
+
+
+def named_in_the_summary(first: int, *others: int) -> None:
+    """Add `first` and `*others`."""
+
+
+def named_elsewhere(first: int) -> None:
+    """Add a number; arguments are numbers.
+
+    It is `first`.
+    """
+
+
+def as_another(first: int) -> None:
+    """Add a number; arguments as in `named_elsewhere`."""
+
+
+def with_args(first: int) -> None:
+    """Add a number.
+
+    Args:
+        first: the number.
+    """
+
+
+def test_a_docstring_describes_parameters_by_args_by_its_summary_or_by_reference() -> None:
+    functions = (named_in_the_summary, named_elsewhere, as_another, with_args)
+    assert [public_names.describes_parameters(one) for one in functions] == [True, False, True, True]
+
+
 class Documented(trainstack.Callback):
     """A callback with a method that its event documents, one that a base documents, and one that nothing does."""
 

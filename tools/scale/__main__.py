@@ -1,4 +1,4 @@
-"""`python -m tools.scale`: the tables of docs/performance.md, "Costs that grow with ranks"."""
+"""`python -m tools.scale`: the tables of docs/scaling.md."""
 
 from __future__ import annotations
 
