@@ -1,4 +1,4 @@
-"""The rules of the house, read off the source: directions, sizes, cost of import, the use of every field."""
+"""Rules for the source: directions of imports, sizes, cost of import, use of every field."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MAX_FILES_A_FOLDER = 26
 MAX_FILES = 484
 MAX_LINES = 84_000
 
-# Modules that `import trainstack` must not load: each costs every process of every run, most runs never use it.
+# Modules that `import trainstack` must not load: each takes time in every process, and most runs do not use it.
 HEAVY = (
     "tensorboard",
     "rich",
@@ -98,7 +98,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-# --- imports run one way
+# --- directions of imports
 
 
 def module_name(path: Path) -> str:
@@ -109,8 +109,8 @@ def module_name(path: Path) -> str:
 def modules_imported(path: Path, modules: frozenset[str]) -> set[str]:
     """The files that `path` imports: at its top, for types only, and inside functions.
 
-    `from package import name` is an import of `package.name` where that is a file, else of `package/__init__.py`. That
-    Python runs the `__init__.py` above a file before the file itself does not count: those hold imports alone.
+    `from package import name` is an import of `package.name` if that is a file, else of `package/__init__.py`. The
+    `__init__.py` files above a file do not count, although Python runs them first: they only contain imports.
     """
     found: set[str] = set()
     package = path.relative_to(LIBRARY.parent).parent.parts
@@ -217,7 +217,7 @@ PRIVATE_IN_CALLBACKS = {"torch._foreach_lerp_"}
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield `(name, line)` for each private name of something else than the file's own classes."""
+    """Yield `(name, line)` for each private name that is not read from `self` or `cls`."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
@@ -236,8 +236,8 @@ def is_private(dotted: str) -> bool:
     return any(part.startswith("_") and not part.endswith("__") for part in dotted.split("."))
 
 
-def test_ready_made_callbacks_use_nothing_private() -> None:
-    """A user's callback can do the same."""
+def test_ready_made_callbacks_use_no_private_names() -> None:
+    """So a user can write the same callback."""
     wrong = [
         f"{label(path)}:{line} uses {name}"
         for path in sorted((LIBRARY / "trainer" / "callbacks").glob("*.py"))
@@ -271,7 +271,7 @@ def test_private_names_are_found(line: str, tmp_path: Path) -> None:
 def private_torch_names(path: Path) -> Iterator[str]:
     """Private names of torch without which the file cannot be imported, in imports and in expressions.
 
-    A name that is fetched by `getattr` may be missing. One in the body of a function is needed only when it is called.
+    A name that is fetched by `getattr` may be missing. One in the body of a function is needed only at a call.
     """
     deferred = {
         id(node)
@@ -331,13 +331,13 @@ def test_private_names_of_torch_are_found(
 # --- sizes
 
 
-def test_folders_can_be_read_at_a_glance() -> None:
+def test_no_folder_has_too_many_files() -> None:
     counts = Counter(path.parent.relative_to(LIBRARY.parent).as_posix() for path in library_files())
     over = {folder: count for folder, count in counts.items() if count > MAX_FILES_A_FOLDER}
     assert not over, f"folders with more than {MAX_FILES_A_FOLDER} files: {over}"
 
 
-def test_the_library_stays_small() -> None:
+def test_files_and_lines_of_the_library_are_within_their_limits() -> None:
     lengths = [len(path.read_text(encoding="utf-8").splitlines()) for path in library_files()]
     assert len(lengths) <= MAX_FILES
     assert sum(lengths) < MAX_LINES
@@ -345,7 +345,7 @@ def test_the_library_stays_small() -> None:
 
 
 def code_lines(path: Path) -> set[int]:
-    """The lines that hold code: not blank, not only a comment."""
+    """The lines with code: not blank, not only a comment."""
     idle = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -369,7 +369,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Functi
 
 
 def function_lengths(path: Path) -> dict[str, int]:
-    """Lines of code of each function, its docstring not counted."""
+    """Lines of code of each function, without its docstring."""
     code = code_lines(path)
     lengths = {}
     for name, function in functions(parsed(path)):
@@ -387,7 +387,7 @@ def test_no_function_is_too_long() -> None:
     assert not over, f"functions over {MAX_FUNCTION_LINES} lines of code: {over}"
 
 
-def test_every_module_states_its_idea_in_one_sentence() -> None:
+def test_every_module_docstring_begins_with_a_whole_sentence() -> None:
     for path in library_files():
         text = ast.get_docstring(parsed(path)) or ""
         assert text.split("\n\n")[0].endswith("."), f"{label(path)}: {text[:80]!r}"
@@ -407,7 +407,7 @@ print(json.dumps({"share": ours / torchs, "modules": sorted(set(sys.modules) - b
 
 
 def probe_import() -> tuple[float, list[str]]:
-    """CPU time of `import trainstack` over that of `import torch`, and the modules it adds, in a fresh process."""
+    """CPU time of `import trainstack` over that of `import torch`, and the modules it adds, in a new process."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=patience(30))
@@ -445,7 +445,7 @@ COLLECTS_PLAIN_DATA = ("facts", "recorder")
 
 
 @pytest.mark.processes
-def test_nothing_of_the_html_report_is_imported_before_it_is_written(tmp_path: Path) -> None:
+def test_a_training_does_not_import_the_writer_of_the_report(tmp_path: Path) -> None:
     command = [sys.executable, "-c", REPORT_PROBE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -491,7 +491,7 @@ def text_files() -> Iterator[tuple[Path, str]]:
 
 
 @pytest.mark.processes
-def test_no_path_of_a_machine_in_the_tree() -> None:
+def test_no_file_has_a_path_of_one_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {match.group()}"
         for path, text in text_files()
@@ -499,7 +499,7 @@ def test_no_path_of_a_machine_in_the_tree() -> None:
         for match in MACHINE_PATH.finditer(line)
         if not match.group().startswith(GENERIC_PATHS)
     ]
-    assert not found, "paths that exist on one machine only:\n" + "\n".join(found)
+    assert not found, "paths that only exist on one machine:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "constraints-3.10.txt"])
@@ -541,7 +541,7 @@ def fields(cls: ast.ClassDef) -> Iterator[str]:
 
 
 def attributes_read() -> set[str]:
-    """Every name read as `something.name`, except in `__post_init__`: to check a value is not to use it."""
+    """Every name read as `something.name`, except in `__post_init__`: a check of a value is not a use of it."""
     read = set()
     for path in library_files():
         checks = {
@@ -559,6 +559,6 @@ def attributes_read() -> set[str]:
 def test_every_field_of_every_arguments_class_is_read() -> None:
     read = attributes_read()
     classes = list(arguments_classes())
-    assert classes, "no *Arguments class found: the test looks in the wrong place"
+    assert classes, "no *Arguments class found: the test reads the wrong files"
     unread = [f"{label(path)}:{cls.name}.{f}" for path, cls in classes for f in fields(cls) if f not in read]
     assert not unread, f"fields that nothing reads: {unread}"
