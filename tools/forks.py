@@ -1,7 +1,7 @@
-"""Run scripts, each in a fork of this process, which has imported torch already: half of the cost of a short script.
+"""Run each script in a fork of this process, which has imported torch: this halves the time of a short script.
 
-Standard input holds a JSON object a line: the script, the folder to run it in, and the seconds it may take. Its output
-goes to files in the folder; its exit status is printed.
+Each line of standard input is a JSON object with the script, its folder and its time-out in seconds. The output of a
+script is written to files in the folder, and its exit status is printed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import signal
 import sys
 import tempfile
 
-import torch._dynamo  # noqa: F401 - which optimizers import when they are made
+import torch._dynamo  # noqa: F401 - optimizers import it when they are made
 
-import trainstack  # noqa: F401 - all the scripts begin with it
+import trainstack  # noqa: F401 - all scripts begin with it
 
 
 def main() -> None:
@@ -26,13 +26,13 @@ def main() -> None:
         if not child:
             enter(job["folder"], job["timeout_s"])
             runpy.run_path(job["script"], run_name="__main__")
-            return  # and exit as a script does, by its exit handlers
+            return  # exit as a script does, with exit handlers
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def enter(folder: str, timeout_s: int) -> None:
-    """The setup that the system makes for a process: a folder, streams, an end."""
+    """Set up the process like a new one: folder, streams, time-out."""
     signal.alarm(timeout_s)
     os.chdir(folder)
     os.environ["TMPDIR"], tempfile.tempdir = folder, None

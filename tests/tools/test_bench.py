@@ -36,8 +36,8 @@ BOUNDS = {"W1": 0.72, "W1-ready": 0.87, "W4-ready": 0.9, "W5": 0.285, "W5-ready"
 pass. The ratios depend on the processor; on another one W1 was 0.58."""
 
 BLOCK = 50
-"""Global steps from one log point to the next. Each position has its least cost over all blocks and rounds: a step takes
-less than a millisecond, so some steps are undisturbed on a busy machine, too."""
+"""Global steps from one log point to the next. Each position has its least cost over all blocks and rounds: a step
+takes less than a millisecond, so some steps are undisturbed on a busy machine, too."""
 
 
 class StepClock(torch.nn.Module):

@@ -131,14 +131,14 @@ def test_wrong_and_missing_stars_are_problems() -> None:
         "| PMT-01 | a | b | works |", "| PMT-02 ★ | a | b | works |", starred=("PMT-01",), tested=("PMT-02",)
     )
     assert "PMT-01 lacks its ★" in found
-    assert "PMT-02 carries a ★ and should not" in found
+    assert "PMT-02 has a ★ and should not" in found
 
 
 def test_a_row_that_works_needs_a_test() -> None:
     rows = ("| PMT-01 ★ | a | b | works |", "| PMT-02 | a | b | works |")
     for tested, missing in (("PMT-01",), "PMT-02"), (("PMT-02",), "PMT-01"):
         found = problems_of(*rows, starred=("PMT-01",), tested=tested)
-        assert f"{missing} is said to work and no test carries its id" in found
+        assert f"{missing} has the state 'works', and no test has its id" in found
     assert problems_of(*rows, starred=("PMT-01",), tested=("PMT-01", "PMT-02")) == ""
 
 
@@ -245,7 +245,7 @@ def test_all_problems_are_printed_and_only_check_fails(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["--check"], root) == 1
     printed = capsys.readouterr().out
-    assert printed.count("is said to work and no test carries its id") == 179
+    assert printed.count("has the state 'works', and no test has its id") == 179
     assert "'PA-99' is not in the five lists" in printed
     assert "it has 2 cells" in printed
     assert "a marker names 'PMT-99'" in printed
