@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def equal_random_numbers_in_every_run() -> None:
-    """Begin each test with the seed `TEST_SEED`. Otherwise weights differ from run to run, and a test fails by chance."""
+    """Begin each test with the seed `TEST_SEED`. Otherwise each run has other weights, and a test fails by chance."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
