@@ -21,6 +21,7 @@ import torch
 from tests.helpers.costs import least, least_ratio
 from tools.bench import checkpoints, processes
 from tools.bench.__main__ import main
+from tools.bench.allocator import memory
 from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import Contender, find_contenders
 from tools.bench.measure import Outcome, measure, run_once, same_bits
@@ -205,7 +206,7 @@ def test_a_clock_counts_nested_parts_separately(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
 def test_the_peak_of_a_process_excludes_its_parent() -> None:
     ballast = torch.ones(600 << 20, dtype=torch.uint8)
-    mine = int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    mine = memory("VmRSS")
     assert ballast.nbytes / 2**20 < mine
     assert 100 < processes._measure("memory", "raw") < mine
 
