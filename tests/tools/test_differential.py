@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.patience import patience
-from tests.helpers.processes import free_port, rank_pool
+from tests.helpers.processes import rank_pool
 from tools.differential.__main__ import cases_of, main
 from tools.differential.case import draw
 from tools.differential.classes import CLASSES, PENDING, classes_of
@@ -202,7 +201,7 @@ BROKEN: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loses_a_step_of_schedulers: "",
     draws_a_random_number: "",
     omits_a_parameter_in_clipping: "",
-    does_not_zero_new_parameters: "parameters that come within an epoch",
+    does_not_zero_new_parameters: "parameters that are added within an epoch",
 }
 """Ways to break the library, each with the class of trainings that shows it; empty for trainings of all kinds."""
 
@@ -223,7 +222,7 @@ def test_a_broken_library_is_found(
 
 @pytest.fixture(scope="module")
 def battery() -> RankBattery:
-    return RankBattery(rank_pool(), patience, free_port)
+    return RankBattery(rank_pool())
 
 
 @pytest.mark.processes
@@ -265,7 +264,7 @@ def test_a_broken_ddp_is_found(name: str, battery: RankBattery) -> None:
 
 @pytest.mark.processes
 def test_a_training_on_ranks_is_simplified_as_long_as_it_differs(battery: RankBattery) -> None:
-    cases = chosen_cases(SEED, 2, ["parameters that not each step uses"])
+    cases = chosen_cases(SEED, 2, ["parameters that not every step uses"])
     chosen = next(one for one in cases if battery.run(one, "gives_unused_parameters_zeros"))
     simple = battery.shrink(chosen, "gives_unused_parameters_zeros", ["hooks", "subscribers", "epochs"])
 
