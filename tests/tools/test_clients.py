@@ -75,7 +75,7 @@ def test_each_script_is_run_once_and_judged_by_its_mark(
     }
     assert "it is broken" in printed
     assert "took more than 3 s" in printed
-    assert "take the mark away" in printed
+    assert "remove the mark" in printed
     assert "5 scripts: " in printed
 
     # Failed and changed scripts are run again, the others are not.

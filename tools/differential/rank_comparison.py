@@ -154,7 +154,7 @@ def _errors(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str
 
 
 def _agreement(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Differences between ranks in the bits of weights, optimizers, schedulers and counters, and in the order of calls."""
+    """Differences between ranks: bits of weights, optimizers, schedulers and counters, and the order of calls."""
     found = []
     names = [name for name in ranks[0]["state"] if _is_shared(case, name) and name not in case.uncompared]
     logged = "carried state" not in case.extras  # each rank measures another state
