@@ -6,20 +6,44 @@ script is written to files in the folder, and its exit status is printed.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import runpy
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import torch._dynamo  # noqa: F401 - optimizers import it when they are made
 
-import trainstack  # noqa: F401 - all scripts begin with it
+import trainstack
+from trainstack.backends.dp.epsilon import import_opacus
+from trainstack.errors import MissingExtraError
+
+_NOT_LOADED = ("compat", "sklearn", "testing")
+"""Packages of the library that few scripts use."""
+
+
+def preload() -> None:
+    """Import the modules that the library imports when they are used, and the accountant of opacus.
+
+    A short script needs as much time for these imports as for its trainings.
+    """
+    library = Path(trainstack.__file__).parent
+    for path in sorted(library.rglob("[!_]*.py")):
+        parts = path.relative_to(library).with_suffix("").parts
+        if parts[0] not in _NOT_LOADED:
+            with contextlib.suppress(ImportError):  # a package of an extra is not installed
+                importlib.import_module(".".join(("trainstack", *parts)))
+    with contextlib.suppress(MissingExtraError):
+        import_opacus("opacus.accountants.analysis.rdp")
 
 
 def main() -> None:
     """Serve until the input ends."""
+    preload()
     for line in sys.stdin:
         job = json.loads(line)
         child = os.fork()

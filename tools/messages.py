@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +48,8 @@ def public_errors() -> list[str]:
     return [name for name in names if name.endswith("Error")]
 
 
-def messages() -> list[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """The messages of all errors in the library, by file and line."""
     found: list[Message] = []
     for path in sorted(LIBRARY.rglob("*.py")):
@@ -57,23 +59,22 @@ def messages() -> list[Message]:
             texts = _texts(call.args[0], function, tree) if call.args else []
             name = refusals.get(_name(call.func), _name(call.func))
             found += [Message(name, f"{label}:{call.lineno}", text) for text in texts]
-    return found
+    return tuple(found)
 
 
 def _errors_made(tree: ast.Module, refusals: Collection[str]) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
     """Each call that makes an error or is one of `refusals`, with the innermost function around it."""
 
-    def visit(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
+    pending: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while pending:
+        node, function = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node
         if isinstance(node, ast.Call):
             name = _name(node.func)
             if name in refusals or (name.endswith("Error") and name not in _NOT_ERRORS):
                 yield node, function, tree
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    return visit(tree, tree)
+        pending += [(child, function) for child in reversed(list(ast.iter_child_nodes(node)))]
 
 
 def _name(node: ast.AST) -> str:
@@ -113,7 +114,7 @@ def occurs(quoted: str, text: str) -> bool:
     return re.search(".*".join(map(re.escape, pieces)), text, re.DOTALL) is not None
 
 
-def problems(page: str, known: list[Message], errors: list[str]) -> list[str]:
+def problems(page: str, known: Sequence[Message], errors: list[str]) -> list[str]:
     """The faults of the page as messages."""
     sections = set(_SECTION.findall(page))
     wrong = [f"{PAGE.name} has no section '## {name}'" for name in errors if name not in sections]
