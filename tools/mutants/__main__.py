@@ -32,7 +32,7 @@ from tools.mutants.results import DETECTED, Results, diff, score_line
 from tools.mutants.runs import Runner
 from tools.mutants.sampling import PACKAGES, files_of, sample
 from tools.mutants.selection import Selection
-from tools.mutants.trees import make_tree, take_snapshot
+from tools.mutants.trees import files_in, make_tree, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
@@ -136,9 +136,12 @@ def main(
     folder = root / "build" / "mutants"
     if given.restart:
         shutil.rmtree(folder, ignore_errors=True)
+    tests = files_in(folder / "snapshot", "tests")
     if take_snapshot(root, folder / "snapshot"):
         print("The source has changed after this measurement began. --restart measures the current source.")
     results = Results(folder / "results.json")
+    if files_in(folder / "snapshot", "tests") != tests:
+        results.forget_tests()
     if given.seed is not None or results.seed is None:
         results.seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
         results.write()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,8 +54,7 @@ class Selection:
         self._frequency = Counter(word for words in self._words.values() for word in words)
         self._traced: dict[str, list[dict[str, Any]]] = {}
         for path in self._texts:
-            if self._cached(path).is_file():
-                self._traced[path] = json.loads(self._cached(path).read_text())
+            self._load(path)
 
     def rounds(self, change: Change, seconds: float) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
@@ -70,10 +70,9 @@ class Selection:
                 # Files that were traced for other changes do not count here: each training runs many statements.
                 if len(_by_file(self._covering(change)).keys() & ranking[:position]) >= wanted:
                     break
-                if path not in self._traced:
+                if path not in self._traced and not self._load(path):  # another job may have traced it
                     self._traced[path] = self._trace(path)
-                    self._cache.mkdir(parents=True, exist_ok=True)
-                    self._cached(path).write_text(json.dumps(self._traced[path]))
+                    self._store(path)
             # Python runs no line for a default of a decorated function, and for some parts of a statement.
             covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
             left = [test for test in covering if test["test"] not in given]
@@ -113,6 +112,18 @@ class Selection:
                 for name in (test["test"], *(name for name in test["like"] if name not in traced)):
                     seconds[name] = test["seconds"]
         return [{"test": name, "seconds": taken} for name, taken in seconds.items()]
+
+    def _load(self, path: str) -> bool:
+        if not self._cached(path).is_file():
+            return False
+        self._traced[path] = json.loads(self._cached(path).read_text())
+        return True
+
+    def _store(self, path: str) -> None:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        temporary = self._cached(path).with_suffix(f".{threading.get_ident()}")
+        temporary.write_text(json.dumps(self._traced[path]))
+        temporary.replace(self._cached(path))
 
     def _cached(self, path: str) -> Path:
         digest = hashlib.sha256((path + self._texts[path]).encode()).hexdigest()[:24]
