@@ -44,7 +44,7 @@ PRELOAD = (
     "pytest_timeout",
 )
 EQUIVALENTS = Path(__file__).with_name("equivalents.json")
-TRACE_CAP_S = 90.0
+TRACE_CAP_S = 45.0
 """Of a test file. Cases of parametrised tests that are not traced then are taken to run the lines of a neighbour."""
 
 
@@ -103,7 +103,9 @@ class Measurement:
         selection = Selection(self._folder / "snapshot", self._folder / "lines", trace)
         try:
             for index, change in part:
-                result = judge.judge(change, selection.rounds(change, self._seconds))
+                done = set[str]()
+                result = judge.judge_files(change, selection.untraced(change), done)
+                result = result or judge.judge(change, selection.rounds(change, self._seconds, done))
                 with self._lock:
                     self._results.by_key[change.key] = result
                     self._results.write()

@@ -12,7 +12,8 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,20 @@ class Selection:
         for path in self._texts:
             self._load(path)
 
-    def rounds(self, change: Change, seconds: float) -> Iterator[list[dict[str, Any]]]:
+    def untraced(self, change: Change) -> list[str]:
+        """The likeliest test files, before the first traced one. They are run whole: that takes less than a trace."""
+        return list(takewhile(lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:2]))
+
+    def rounds(self, change: Change, seconds: float, done: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
 
         Most changes are detected in the first round, and later ones trace more files. No test is in two rounds.
 
         Args:
             seconds: what the tests of a round take together, at most; the first one may take more.
+            done: test files without a test that detects the change.
         """
-        ranking, given = self.ranking(change), set[str]()
+        ranking, given = [path for path in self.ranking(change) if path not in done], set[str]()
         for wanted in ROUNDS:
             for position, path in enumerate(ranking[:MOST_FILES]):
                 # Files that were traced for other changes do not count here: each training runs many statements.
@@ -75,7 +81,7 @@ class Selection:
                     self._store(path)
             # Python runs no line for a default of a decorated function, and for some parts of a statement.
             covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
-            left = [test for test in covering if test["test"] not in given]
+            left = [test for test in covering if test["test"] not in given and _file(test) not in done]
             chosen = _in_turns(left, ranking, seconds)
             given |= {test["test"] for test in chosen}
             if chosen:
@@ -149,8 +155,12 @@ def _stem_words(path: str) -> set[str]:
 def _by_file(tests: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     files: dict[str, list[Mapping[str, Any]]] = {}
     for test in sorted(tests, key=lambda test: test["seconds"]):
-        files.setdefault(test["test"].partition("::")[0], []).append(test)
+        files.setdefault(_file(test), []).append(test)
     return files
+
+
+def _file(test: Mapping[str, Any]) -> str:
+    return str(test["test"]).partition("::")[0]
 
 
 def _in_turns(tests: Sequence[Mapping[str, Any]], ranking: Sequence[str], seconds: float) -> list[dict[str, Any]]:
