@@ -21,7 +21,7 @@ import random
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,20 @@ class Measurement:
             for index, change in enumerate(self._sample, 1)
             if change.key not in self._equivalent and self._is_open(change, again)
         ]
-        parts = [left[job::jobs] for job in range(jobs)]
+        waiting = iter(left)  # jobs share it, so that an interrupted run has judged the first changes of the sample
         with ThreadPoolExecutor(jobs) as pool:
-            for future in [pool.submit(self._run_part, job, part) for job, part in enumerate(parts) if part]:
+            for future in [pool.submit(self._run_job, job, waiting) for job in range(min(jobs, len(left)))]:
                 future.result()
 
     def _is_open(self, change: Change, again: bool) -> bool:
         result = self._results.by_key.get(change.key)
         return result is None or (again and result["status"] not in DETECTED)
 
-    def _run_part(self, job: int, part: Sequence[tuple[int, Change]]) -> None:
+    def _next(self, waiting: Iterator[tuple[int, Change]]) -> tuple[int, Change] | None:
+        with self._lock:
+            return next(waiting, None)
+
+    def _run_job(self, job: int, waiting: Iterator[tuple[int, Change]]) -> None:
         tree = self._folder / f"tree-{job}"
         make_tree(self._folder / "snapshot", tree)
         runner = Runner(tree, self._preload)
@@ -102,7 +106,8 @@ class Measurement:
 
         selection = Selection(self._folder / "snapshot", self._folder / "lines", trace)
         try:
-            for index, change in part:
+            while (following := self._next(waiting)) is not None:
+                index, change = following
                 done = set[str]()
                 result = judge.judge_files(change, selection.untraced(change), done)
                 result = result or judge.judge(change, selection.rounds(change, self._seconds, done))

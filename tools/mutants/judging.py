@@ -11,7 +11,7 @@ from tools.mutants.changes import Change
 from tools.mutants.runs import Runner
 from tools.mutants.trees import changed
 
-FILE_CAP_S = 40.0
+FILE_CAP_S = 60.0
 """For a test file that is run whole. A trace of its tests finds those that were not run."""
 LEAST_CAP_S = 90.0
 CAP_FACTOR = 6

@@ -51,7 +51,8 @@ class Runner:
             tests: ids of the tests in these files to run, in their order. None for all tests, three cases of each
                 parametrised one first.
             cap_s: the run is killed after this time, in seconds.
-            trace: record the lines that each test runs. Otherwise the run ends with the first failure.
+            trace: record the lines that each test runs. Otherwise the run ends with the first failure, and omits slow
+                tests if `tests` is None.
 
         Returns:
             Whether the run ended in time, and a dict for each test that ended: "test", "outcome", "seconds", "lines",
@@ -72,9 +73,10 @@ class Runner:
             "MUTANTS_SOURCE": str(self._tree / "src"),
             "MUTANTS_TRACE": str(folder) if trace else "",
         }
+        whole = tests is None and not trace
         # The process has imported pytest's plugins before pytest could rewrite their asserts.
         arguments = ["-q", "-p", "mutants_plugin", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
-        arguments += [*([] if trace else ["-x"]), *files]
+        arguments += [*([] if trace else ["-x"]), *(["-m", "not slow"] if whole else []), *files]
         request = {
             "tree": str(self._tree),
             "environment": environment,

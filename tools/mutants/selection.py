@@ -59,7 +59,7 @@ class Selection:
 
     def untraced(self, change: Change) -> list[str]:
         """The likeliest test files, before the first traced one. They are run whole: that takes less than a trace."""
-        return list(takewhile(lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:2]))
+        return list(takewhile(lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:3]))
 
     def rounds(self, change: Change, seconds: float, done: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
