@@ -1,8 +1,9 @@
 """The tests that are likely to detect a change.
 
 Tracing the whole suite takes longer than the measurement itself. So test files are ranked by names and imports for each
-change, the best of them are traced once, and their tests that run a changed line are selected. The lines of each traced
-file are kept in build/mutants/lines, under the hash of its text.
+change. The likeliest ones are run whole. If all their tests pass, the best files are traced once, and their tests that
+run a changed line are selected. The lines of each traced file are kept in build/mutants/lines, under the hash of its
+text.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from tools.mutants.changes import Change
 
 ROUNDS = (1, 4)
 """Test files that run the statement, at least, by round: one detects most changes, and few need more than four."""
+WHOLE_FILES = 3
+"""Test files that are run whole. Each takes about a third of the time of a trace, and few files are likely for several
+changes of a sample."""
 MOST_FILES = 5
 """Further down the ranking, files share no more than a frequent name with the change."""
 _ALL_LINES = (1, 10**9)
@@ -59,7 +63,11 @@ class Selection:
 
     def untraced(self, change: Change) -> list[str]:
         """The likeliest test files, before the first traced one. They are run whole: that takes less than a trace."""
-        return list(takewhile(lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:3]))
+        return list(
+            takewhile(
+                lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:WHOLE_FILES]
+            )
+        )
 
     def rounds(self, change: Change, seconds: float, done: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.

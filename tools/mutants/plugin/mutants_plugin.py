@@ -1,8 +1,9 @@
 """Plugin of pytest: it runs chosen tests in a given order, and records outcomes and the lines that each test runs.
 
-The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for all, three
-cases of each parametrised test first, tests that start processes last) and "results" (a file that gets one JSON object a test). `MUTANTS_TRACE` names a
-folder: then all processes of a test append the lines that they run to a file in this folder.
+The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for all: three cases
+of each parametrised test first, tests that start processes last) and "results" (a file that gets one JSON object a
+test). `MUTANTS_TRACE` names a folder: then all processes of a test append the lines that they run to a file in this
+folder.
 """
 
 from __future__ import annotations
