@@ -98,11 +98,11 @@ class Measurement:
         runner = Runner(tree, self._preload)
         judge = Judge(tree, runner, self._results.passing, self._results.unreliable)
 
-        def trace(path: str) -> list[dict[str, Any]]:
-            records = runner.run([path], None, TRACE_CAP_S, trace=True)[1]
+        def trace(path: str) -> tuple[bool, list[dict[str, Any]]]:
+            in_time, records = runner.run([path], None, TRACE_CAP_S, trace=True)
             if any(record["test"] == "collection" for record in records):
                 raise RuntimeError(f"pytest cannot collect {path} without a change; its output: {runner.output}")
-            return records
+            return in_time, records
 
         selection = Selection(self._folder / "snapshot", self._folder / "lines", trace)
         try:

@@ -33,7 +33,7 @@ _LEFT_OUT = "helpers.costs"
 _FOLDERS_LEFT_OUT = ("tools", "examples")
 """Tests of the tools and of whole scripts: they take long, and no single promise is their topic."""
 
-Trace = Callable[[str], list[dict[str, Any]]]
+Trace = Callable[[str], tuple[bool, list[dict[str, Any]]]]
 
 
 class Selection:
@@ -42,7 +42,7 @@ class Selection:
     Args:
         snapshot: the folder with the tests.
         cache: the folder of the traced lines.
-        trace: runs a test file, and returns the records of its tests with "lines".
+        trace: runs a test file, and returns whether it ended in time, and the records of its tests with "lines".
     """
 
     def __init__(self, snapshot: Path, cache: Path, trace: Trace) -> None:
@@ -58,16 +58,16 @@ class Selection:
         self._words = {path: _words(text, helpers) for path, text in self._texts.items()}
         self._frequency = Counter(word for words in self._words.values() for word in words)
         self._traced: dict[str, list[dict[str, Any]]] = {}
+        self._complete = set[str]()
         for path in self._texts:
             self._load(path)
 
     def untraced(self, change: Change) -> list[str]:
-        """The likeliest test files, before the first traced one. They are run whole: that takes less than a trace."""
-        return list(
-            takewhile(
-                lambda path: path not in self._traced and not self._load(path), self.ranking(change)[:WHOLE_FILES]
-            )
-        )
+        """The likeliest test files, before the first one that was traced to its end."""
+        return list(takewhile(lambda path: not self._is_complete(path), self.ranking(change)[:WHOLE_FILES]))
+
+    def _is_complete(self, path: str) -> bool:
+        return path in self._complete or (path not in self._traced and self._load(path) and path in self._complete)
 
     def rounds(self, change: Change, seconds: float, done: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
@@ -85,7 +85,7 @@ class Selection:
                 if len(_by_file(self._covering(change)).keys() & ranking[:position]) >= wanted:
                     break
                 if path not in self._traced and not self._load(path):  # another job may have traced it
-                    self._traced[path] = self._trace(path)
+                    self._keep(path, *self._trace(path))
                     self._store(path)
             # Python runs no line for a default of a decorated function, and for some parts of a statement.
             covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
@@ -130,13 +130,17 @@ class Selection:
     def _load(self, path: str) -> bool:
         if not self._cached(path).is_file():
             return False
-        self._traced[path] = json.loads(self._cached(path).read_text())
+        self._keep(path, *json.loads(self._cached(path).read_text()))
         return True
+
+    def _keep(self, path: str, is_complete: bool, records: list[dict[str, Any]]) -> None:
+        self._traced[path] = records
+        self._complete |= {path} if is_complete else set()
 
     def _store(self, path: str) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
         temporary = self._cached(path).with_suffix(f".{threading.get_ident()}")
-        temporary.write_text(json.dumps(self._traced[path]))
+        temporary.write_text(json.dumps([path in self._complete, self._traced[path]]))
         temporary.replace(self._cached(path))
 
     def _cached(self, path: str) -> Path:
