@@ -1,6 +1,7 @@
 """Make random single changes in the code that holds the promises, and count those that the tests detect.
 
     make mutants                                   200 changes; an interrupted run is continued
+    make mutants ARGS="--quick"                    the same without traces, which take most of the time
     make mutants ARGS="--restart"                  another sample of the current source
     make mutants ARGS="--list"                     the changes that no test detected, as diffs; runs nothing
     make mutants ARGS="--again --seconds 200"      run these again, after tests were added, with more tests
@@ -56,6 +57,7 @@ class Measurement:
         sample: the changes.
         equivalent: reasons by key; these changes are not run.
         seconds: the time of the tests in one round for one change.
+        quick: whether changes that the first tests do not detect get no result.
         preload: modules that the processes of the runs import first.
     """
 
@@ -65,10 +67,11 @@ class Measurement:
         sample: Sequence[Change],
         equivalent: Mapping[str, str],
         seconds: float,
+        quick: bool,
         preload: Sequence[str],
     ) -> None:
         self._folder, self._sample, self._equivalent = folder, sample, equivalent
-        self._seconds, self._preload = seconds, preload
+        self._seconds, self._quick, self._preload = seconds, quick, preload
         self._lock = threading.Lock()
         self._results = Results(folder / "results.json")
 
@@ -98,19 +101,21 @@ class Measurement:
         runner = Runner(tree, self._preload)
         judge = Judge(tree, runner, self._results.passing, self._results.unreliable)
 
-        def trace(path: str) -> tuple[bool, list[dict[str, Any]]]:
-            in_time, records = runner.run([path], None, TRACE_CAP_S, trace=True)
+        def trace(path: str) -> list[dict[str, Any]]:
+            records = runner.run([path], None, TRACE_CAP_S, trace=True)[1]
             if any(record["test"] == "collection" for record in records):
                 raise RuntimeError(f"pytest cannot collect {path} without a change; its output: {runner.output}")
-            return in_time, records
+            return records
 
         selection = Selection(self._folder / "snapshot", self._folder / "lines", trace)
         try:
             while (following := self._next(waiting)) is not None:
                 index, change = following
-                done = set[str]()
-                result = judge.judge_files(change, selection.untraced(change), done)
-                result = result or judge.judge(change, selection.rounds(change, self._seconds, done))
+                result = judge.judge_first(change, selection.likeliest(change))
+                if result is None and self._quick:
+                    print(f"[{index}] open  {change.key}", flush=True)
+                    continue
+                result = result or judge.judge(change, selection.rounds(change, self._seconds))
                 with self._lock:
                     self._results.by_key[change.key] = result
                     self._results.write()
@@ -136,6 +141,7 @@ def main(
     parser.add_argument(
         "--seconds", type=float, default=40.0, help="time of the tests in one round for one change (40)"
     )
+    parser.add_argument("--quick", action="store_true", help="no result for changes that the first tests do not detect")
     parser.add_argument("--restart", action="store_true", help="copy the source again and forget all results")
     parser.add_argument("--again", action="store_true", help="run the changes again that no test detected")
     parser.add_argument("--list", action="store_true", help="print the changes that no test detected, and run none")
@@ -162,7 +168,7 @@ def main(
             if result is not None and result["status"] not in DETECTED and change.key not in reasons:
                 print(f"\n{result['status']}: {change.key}\n{diff(folder / 'snapshot', change)}")
     else:
-        Measurement(folder, chosen, reasons, given.seconds, preload).run(given.jobs, given.again)
+        Measurement(folder, chosen, reasons, given.seconds, given.quick, preload).run(given.jobs, given.again)
     print(score_line(chosen, Results(folder / "results.json").by_key, reasons))
     return 0
 

@@ -1,9 +1,9 @@
 """The tests that are likely to detect a change.
 
 Tracing the whole suite takes longer than the measurement itself. So test files are ranked by names and imports for each
-change. The likeliest ones are run whole. If all their tests pass, the best files are traced once, and their tests that
-run a changed line are selected. The lines of each traced file are kept in build/mutants/lines, under the hash of its
-text.
+change. Three cases of each test of the best files are run first. If they pass, the best files are traced once, and
+their tests that run a changed line are selected. The lines of each traced file are kept in build/mutants/lines, under
+the hash of its text.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from tools.mutants.changes import Change
 
 ROUNDS = (1, 4)
 """Test files that run the statement, at least, by round: one detects most changes, and few need more than four."""
-WHOLE_FILES = 3
-"""Test files that are run whole. Each takes about a third of the time of a trace, and few files are likely for several
-changes of a sample."""
+FIRST_FILES = 4
+"""Test files of which a few cases of each test are run first. That takes less than a trace, and few files are likely
+for several changes of a sample."""
 MOST_FILES = 5
 """Further down the ranking, files share no more than a frequent name with the change."""
 _ALL_LINES = (1, 10**9)
@@ -33,7 +32,7 @@ _LEFT_OUT = "helpers.costs"
 _FOLDERS_LEFT_OUT = ("tools", "examples")
 """Tests of the tools and of whole scripts: they take long, and no single promise is their topic."""
 
-Trace = Callable[[str], tuple[bool, list[dict[str, Any]]]]
+Trace = Callable[[str], list[dict[str, Any]]]
 
 
 class Selection:
@@ -42,7 +41,7 @@ class Selection:
     Args:
         snapshot: the folder with the tests.
         cache: the folder of the traced lines.
-        trace: runs a test file, and returns whether it ended in time, and the records of its tests with "lines".
+        trace: runs a test file, and returns the records of its tests with "lines".
     """
 
     def __init__(self, snapshot: Path, cache: Path, trace: Trace) -> None:
@@ -58,38 +57,33 @@ class Selection:
         self._words = {path: _words(text, helpers) for path, text in self._texts.items()}
         self._frequency = Counter(word for words in self._words.values() for word in words)
         self._traced: dict[str, list[dict[str, Any]]] = {}
-        self._complete = set[str]()
         for path in self._texts:
             self._load(path)
 
-    def untraced(self, change: Change) -> list[str]:
-        """The likeliest test files, before the first one that was traced to its end."""
-        return list(takewhile(lambda path: not self._is_complete(path), self.ranking(change)[:WHOLE_FILES]))
+    def likeliest(self, change: Change) -> list[str]:
+        """The test files that are run before any is traced."""
+        return self.ranking(change)[:FIRST_FILES]
 
-    def _is_complete(self, path: str) -> bool:
-        return path in self._complete or (path not in self._traced and self._load(path) and path in self._complete)
-
-    def rounds(self, change: Change, seconds: float, done: Collection[str] = ()) -> Iterator[list[dict[str, Any]]]:
+    def rounds(self, change: Change, seconds: float) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
 
         Most changes are detected in the first round, and later ones trace more files. No test is in two rounds.
 
         Args:
             seconds: what the tests of a round take together, at most; the first one may take more.
-            done: test files without a test that detects the change.
         """
-        ranking, given = [path for path in self.ranking(change) if path not in done], set[str]()
+        ranking, given = self.ranking(change), set[str]()
         for wanted in ROUNDS:
             for position, path in enumerate(ranking[:MOST_FILES]):
                 # Files that were traced for other changes do not count here: each training runs many statements.
                 if len(_by_file(self._covering(change)).keys() & ranking[:position]) >= wanted:
                     break
                 if path not in self._traced and not self._load(path):  # another job may have traced it
-                    self._keep(path, *self._trace(path))
+                    self._traced[path] = self._trace(path)
                     self._store(path)
             # Python runs no line for a default of a decorated function, and for some parts of a statement.
             covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
-            left = [test for test in covering if test["test"] not in given and _file(test) not in done]
+            left = [test for test in covering if test["test"] not in given]
             chosen = _in_turns(left, ranking, seconds)
             given |= {test["test"] for test in chosen}
             if chosen:
@@ -130,17 +124,13 @@ class Selection:
     def _load(self, path: str) -> bool:
         if not self._cached(path).is_file():
             return False
-        self._keep(path, *json.loads(self._cached(path).read_text()))
+        self._traced[path] = json.loads(self._cached(path).read_text())
         return True
-
-    def _keep(self, path: str, is_complete: bool, records: list[dict[str, Any]]) -> None:
-        self._traced[path] = records
-        self._complete |= {path} if is_complete else set()
 
     def _store(self, path: str) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
         temporary = self._cached(path).with_suffix(f".{threading.get_ident()}")
-        temporary.write_text(json.dumps([path in self._complete, self._traced[path]]))
+        temporary.write_text(json.dumps(self._traced[path]))
         temporary.replace(self._cached(path))
 
     def _cached(self, path: str) -> Path:
@@ -167,12 +157,8 @@ def _stem_words(path: str) -> set[str]:
 def _by_file(tests: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     files: dict[str, list[Mapping[str, Any]]] = {}
     for test in sorted(tests, key=lambda test: test["seconds"]):
-        files.setdefault(_file(test), []).append(test)
+        files.setdefault(test["test"].partition("::")[0], []).append(test)
     return files
-
-
-def _file(test: Mapping[str, Any]) -> str:
-    return str(test["test"]).partition("::")[0]
 
 
 def _in_turns(tests: Sequence[Mapping[str, Any]], ranking: Sequence[str], seconds: float) -> list[dict[str, Any]]:
