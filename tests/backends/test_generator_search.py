@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from tests.helpers.patience import patience
+from trainstack.backends import generator_search
 from trainstack.backends.generator_search import find_generators
 from trainstack.trainer.data.own_generators import own_generators
 from trainstack.trainer.resume.module_generators import get_generator_states
@@ -265,3 +266,11 @@ def test_an_object_that_is_too_large_is_named() -> None:
     assert found.unsearched
     assert found.describe_unsearched().endswith(" more")
     assert find_generators(nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(3000)))).unsearched == []
+
+
+def test_the_search_examines_as_many_items_as_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_search, "MANY", 3)  # 150 items
+    monkeypatch.setattr(generator_search, "WIDE", 1000)
+    for count, is_found in ((147, True), (148, False)):  # and the inner list, and the class of the outer one
+        found = find_generators(root=[[random.Random(1)], *[1] * count])
+        assert (bool(found.by_path), bool(found.unsearched)) == (is_found, not is_found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import trainstack as ts
+from trainstack.backends import single_process
 
 META = torch.device("meta")
 
@@ -104,3 +106,21 @@ def test_tuples_and_their_items() -> None:
     assert (type(moved[0]), moved[0].to.device.type, moved[0].text) == (Message, "meta", "a")
     assert moved[1][0].device.type == "meta"
     assert moved[2:] == (torch.Size([2, 3]), None)
+
+
+@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_only_copies_from_pinned_memory_that_a_loop_watches_have_an_event(
+    watched: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = single_process._Uploads()
+    uploads.watched = watched
+    stream = SimpleNamespace(record_event=lambda: "event")
+    monkeypatch.setattr(single_process, "_uploads", uploads)
+    monkeypatch.setattr(single_process, "_STAGED", ("meta",))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: pinned)
+
+    ts.move_to_device(torch.ones(2), META)
+
+    assert uploads.events == ["event"] * (watched and pinned)

@@ -169,6 +169,12 @@ def test_a_manifest_field_of_another_type_is_damage(path: Path, changes: dict[st
     assert list_checkpoints(path.parent) == []
 
 
+def test_a_root_of_other_tensors_is_damage(path: Path) -> None:
+    resign(path, root="0" * 32)
+    with pytest.raises(CheckpointDamagedError, match=r"has another root than MANIFEST\.json"):
+        read_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     "content", [b"[]", b"3", b"null", b'"x"', b"", b"\0", b"[" * 100_000, b'{"a":' * 100_000, b"{" + b'"a":0,' * 9]
 )

@@ -23,7 +23,7 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.vmap import VmapMode
-from trainstack.backends.dp.record_streams import RecordStreams
+from trainstack.backends.dp.record_streams import _GOLDEN, RecordStreams, _mixed, _wrapped
 from trainstack.backends.random_streams import RandomStreams, set_torch_state
 from trainstack.backends.workload import Draw
 from trainstack.trainer.resume.restoring import rng_of_rank
@@ -75,6 +75,12 @@ class Draws(Recorded):
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         x = batch[0] + 0.5 * torch.randn_like(batch[0]) + torch.rand(1, FEATURES) * random.random() + np.random.rand()
         return nn.functional.cross_entropy(self.net(x), batch[1])
+
+
+def test_numbers_of_records_are_mixed_as_splitmix64_does() -> None:
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the first three of seed 0
+    counters = torch.tensor([_wrapped(count * _GOLDEN) for count in (1, 2, 3)])
+    assert _mixed(counters).tolist() == list(map(_wrapped, published))
 
 
 def test_all_of_the_state_of_torchs_generator_is_set() -> None:

@@ -55,6 +55,17 @@ def test_neither_micro_batches_nor_workers_change_anything(limit: int, workers: 
     assert (weights(module) - by_hand()).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("limit", [3, 8])
+def test_the_logged_loss_is_a_mean_over_the_drawn_records(limit: int, tmp_path: Path) -> None:
+    class Constant(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            return 1.0 + 1e-6 * super().train_step(global_step, batch, device)
+
+    args = promise(log_train_loss=True)
+    trainer = trained(Constant(), tmp_path, args, epochs=1, log_every=1, gpu_batch_size_limit=limit)
+    assert trainer.history.get_metric_values("train/loss") == pytest.approx([1.0] * trainer.plan.total_steps, abs=1e-5)
+
+
 def test_schedulers_tick_once_a_step(tmp_path: Path) -> None:
     trainer = trained(TwoOptimizers(), tmp_path, epochs=1)
     state = trainer.get_state()

@@ -26,7 +26,7 @@ from trainstack.backends.dp import (
     register_ledger_store,
 )
 from trainstack.backends.dp import ledger_store as ledger_file
-from trainstack.backends.dp.ledger_chain import MAX_LEDGER_BYTES, LedgerChain
+from trainstack.backends.dp.ledger_chain import MAX_LEDGER_BYTES, MAX_LINE_BYTES, LedgerChain, _digest
 from trainstack.backends.dp.ledger_store import FileStore
 from trainstack.errors import ConfigurationError, PrivacyBudgetError, PrivacyLedgerError
 
@@ -185,6 +185,18 @@ def test_lines_cannot_be_removed_or_exchanged(tmp_path: Path) -> None:
         path.write_bytes(b"".join(changed))
         with pytest.raises(PrivacyLedgerError, match="is damaged in the line"):
             SpendLedger(path).spent()
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_line_that_is_too_long_is_damage(extra: int, tmp_path: Path) -> None:
+    path, head = tmp_path / "privacy.ledger", 33  # bytes of a digest and a space
+    record = {"prev": "", "text": ""}
+    record["text"] = "x" * (MAX_LINE_BYTES - head - len(json.dumps(record)) + extra)
+    text = json.dumps(record)
+    path.write_text(f"{_digest(text)} {text}\n")
+    chain = LedgerChain(FileStore(path), lambda _: None)
+    with pytest.raises(PrivacyLedgerError, match="is damaged in the line") if extra else contextlib.nullcontext():
+        chain.read_new()
 
 
 def test_a_ledger_of_the_format_without_a_chain_is_continued(tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ def test_without_variables_there_is_one_process() -> None:
 def test_env_variables_exported_by_hand() -> None:
     one_each = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "2900"}
     assert (found(one_each).local_size, found(one_each).node_rank) == (1, 1)
+    assert (found(one_each, RANK="0").local_size, found(one_each, RANK="0").node_rank) == (1, 0)
+    assert found(one_each, MASTER_ADDR="127.0.0.1").local_size == 1, "the local rank differs from the rank"
     together = {**one_each, "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     assert (found(together).local_size, found(together).node_rank) == (2, 0)
     alone = found({"RANK": "0", "WORLD_SIZE": "1"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -103,6 +104,22 @@ def test_a_rank_that_cannot_ask_the_store_says_so_at_once(monkeypatch: pytest.Mo
     assert isinstance(said, ts.PeerError)
     assert "has not answered for 17 s" in str(said)
     assert "It was at step 3" in str(said)
+
+
+def test_a_rank_asks_for_the_places_if_the_one_that_asked_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, waits, wait_for = watchdogs(monkeypatch, 2)[1], list[float](), TimedStore.wait_for
+    rank._store.set("asking/1/0", "0")  # rank 0 sends no report
+
+    def waiting(store: TimedStore, keys: list[str], seconds: float, **options: Any) -> list[str]:
+        waits.append(seconds)
+        return wait_for(store, keys, seconds, **options)
+
+    monkeypatch.setattr(TimedStore, "wait_for", waiting)
+    said = str(rank.resolve_error(RuntimeError("[/x/gloo/y.cc:1] Timed out waiting"))).splitlines()
+    assert said[1].startswith("  rank 0: ")
+    assert said[2].startswith("  rank 1: step 3; ")
+    asks_for_s = rank._pause + watchdog.ANSWER_S
+    assert asks_for_s < waits[0] < 3 * asks_for_s
 
 
 def test_a_silent_store_is_a_peer_error(monkeypatch: pytest.MonkeyPatch) -> None:

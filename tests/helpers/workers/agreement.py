@@ -246,6 +246,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         "mode": {"edit": lambda m: m.net[2].train(not other)},
         "compile": {"args": {"compile": {"mode": "default"} if other else True}},
         "tf32": {"precision": "high" if other else "highest"},
+        "version": {"version": "0.0.1"} if other else {},
         "swapped optimizers": {"make": lambda m: two(m, other)},
         "swapped groups": {"make": lambda m: groups(m, other)},
         "tied": {"edit": lambda m: tie(m, other)},
@@ -298,7 +299,8 @@ def differs(directory: str, case: str, other: int = 1, save: bool = False) -> di
     torch.set_float32_matmul_precision(setup.get("precision", precision))
     saving = {"checkpointer_args": ts.DefaultCheckpointerArguments()} if save else {}
     logged = Logged()
-    with mock.patch.dict(os.environ, setup.get("environment", {})), logged:
+    version = mock.patch.object(ts, "__version__", setup.get("version", ts.__version__))
+    with mock.patch.dict(os.environ, setup.get("environment", {})), version, logged:
         try:
             args = {"backend": "ddp", "train_batch_size": 12, "epochs": 1, **saving, **setup.get("args", {})}
             trainer = ts.Trainer(module, arguments(directory, **args), callbacks=setup.get("callbacks"))
