@@ -1,4 +1,4 @@
-"""Loader workers outlive the signals that a group gets, and not their parent; the error of a dead one says why."""
+"""Loader workers survive signals to their group but not their parent; errors of ended workers give the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Starts TRAINING in a new process group, which is killed at the end."""
+    """A function that starts TRAINING in a new process group, which is killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def run(method: str = "fork") -> subprocess.Popen[str]:
@@ -89,7 +89,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_volley_of_signals_to_the_group_stops_the_run_in_good_order(
+def test_repeated_signals_to_the_group_stop_the_run_once(
     number: signal.Signals, start: Any, tmp_path: Path
 ) -> None:
     """Three SIGTERM within 40 ms killed the workers, and the run ended with the loader's error and no checkpoint."""
@@ -105,7 +105,7 @@ def test_a_volley_of_signals_to_the_group_stops_the_run_in_good_order(
     assert len(ts.list_checkpoints(tmp_path / "checkpoints")) == 1
 
 
-def test_signals_to_workers_that_are_starting_do_not_kill_them(start: Any, tmp_path: Path) -> None:
+def test_starting_workers_survive_signals(start: Any, tmp_path: Path) -> None:
     process = start("spawn")
 
     def children() -> list[int]:
@@ -129,7 +129,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def test_a_worker_that_is_killed_is_named_with_the_likely_reason(start: Any, tmp_path: Path) -> None:
+def test_a_killed_worker_is_named_with_the_likely_reason(start: Any, tmp_path: Path) -> None:
     process = start()
     wait_for((tmp_path / "now").exists, "the training does not begin")
     pid = workers(tmp_path)[-1]
@@ -147,7 +147,7 @@ def test_workers_end_soon_after_their_parent(method: str, start: Any, tmp_path: 
     process = start(method)
     wait_for(lambda: len(workers(tmp_path)) == 2, "no workers are started")
     process.kill()
-    wait_for(lambda: not any(map(lives, workers(tmp_path))), "the workers live on")
+    wait_for(lambda: not any(map(lives, workers(tmp_path))), "the workers do not end")
 
 
 STARTING = """
@@ -177,8 +177,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_spawned_worker_whose_parent_dies_during_its_start_ends(tmp_path: Path) -> None:
-    """One lived on for two hours: torch reads the parent's id when the worker has started, and it was init's then."""
+def test_a_spawned_worker_ends_if_its_parent_dies_early(tmp_path: Path) -> None:
+    """torch reads the parent's id only after the worker has started, and then it is that of init."""
     script, word = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(STARTING)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -186,7 +186,7 @@ def test_a_spawned_worker_whose_parent_dies_during_its_start_ends(tmp_path: Path
     wait_for(lambda: word.exists() and word.read_text(), "no worker is started")
     pid = int(word.read_text())
     try:
-        wait_for(lambda: not lives(pid), "the worker lives on")
+        wait_for(lambda: not lives(pid), "the worker does not end")
     finally:
         if lives(pid):
             os.kill(pid, signal.SIGKILL)
