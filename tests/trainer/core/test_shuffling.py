@@ -55,7 +55,7 @@ def test_each_index_has_one_position(length: int) -> None:
     [(10**9, [529431629, 345324548, 471913093]), (10**12, [479740059643, 25447949292, 974015752310])],
 )
 def test_the_order_of_version_1_is_pinned(length: int, pinned: list[int]) -> None:
-    """If this fails, `ORDER_VERSION` has to grow, and `DataOrder.indices` to keep this order for version 1."""
+    """If this fails, increase `ORDER_VERSION`, and keep this order for version 1 in `DataOrder.indices`."""
     order = DataOrder(length=length, global_batch=4, micro_batch=4, seed=3).indices(2)
     assert ORDER_VERSION == 1
     assert [order[at] for at in (0, 1, length - 1)] == pinned
@@ -81,7 +81,7 @@ def test_neighbouring_positions_are_independent(monkeypatch: pytest.MonkeyPatch)
     assert abs(neighbours(many(257, 3000))) < 4
     assert abs(neighbours(many(1025, 1000))) < 4
     monkeypatch.setattr(order_module, "ROUNDS", 4)
-    assert neighbours(many(257, 3000)) > 20, "the test notices two rounds less"
+    assert neighbours(many(257, 3000)) > 20, "the statistic detects a permutation with fewer rounds"
 
 
 @pytest.mark.usefixtures("few")

@@ -101,7 +101,7 @@ def trained(directory: Path, dataset: Any, stop_at: int | None = None, **loader:
 
 
 def again(dataset: Any) -> Any:
-    """The dataset as a new process makes it."""
+    """The dataset as a new process creates it."""
     return type(dataset)(Jitter()) if isinstance(dataset, Augmented) else dataset
 
 

@@ -77,7 +77,7 @@ def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
     streams = RandomStreams.from_system()
     found, plain = samples(DRAWS[name], streams), DRAWS[name](0)
     assert len({*found[:, 0].tolist(), plain}) == 5  # different for each record, and from the public one
-    assert torch.equal(found[:, 0], found[:, 1])  # such as those of an image and its mask
+    assert torch.equal(found[:, 0], found[:, 1])  # as an image and its mask need
     assert torch.equal(found, samples(DRAWS[name], streams))
     assert not torch.equal(found, samples(DRAWS[name], RandomStreams.from_system()))
     assert DRAWS[name](0) == plain  # afterwards a seed has its usual effect

@@ -92,7 +92,7 @@ def lives(pid: int) -> bool:
 def test_repeated_signals_to_the_group_stop_the_run_once(
     number: signal.Signals, start: Any, tmp_path: Path
 ) -> None:
-    """Three SIGTERM within 40 ms killed the workers, and the run ended with the loader's error and no checkpoint."""
+    """Without protection three SIGTERM within 40 ms kill the workers, and the run ends without a checkpoint."""
     process = start()
     wait_for((tmp_path / "now").exists, "the training does not begin")
     for _ in range(5):

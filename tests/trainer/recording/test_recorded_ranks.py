@@ -54,7 +54,7 @@ def test_two_ranks_record_their_parts_and_one_rank_continues(tmp_path: Path) -> 
 
 
 def test_the_shares_of_the_ranks_add_up_to_the_loss(tmp_path: Path) -> None:
-    """Without dropout, in float64, the two shares are the loss of the whole batch."""
+    """Without dropout the two shares add up to the loss of the whole batch."""
     run_world(2, recorded, directory=str(tmp_path / "two"), dropout=0.0)
     recorded(str(tmp_path / "one"), backend="sp", dropout=0.0)
     shares = [read_step_log(tmp_path / "two", rank).entries["loss"] for rank in (0, 1)]

@@ -72,7 +72,7 @@ def test_each_entry_has_the_bits_of_its_step(tmp_path: Path) -> None:
 
     dataset = module.dataset
     trainer.train()
-    asked = dataset.asked[-36:]  # those before were hashed for the start
+    asked = dataset.asked[-36:]  # earlier ones were fetched for the hashes of the start
     log = read_step_log(tmp_path)
     entries, losses = log.entries, module.seen["loss"]
     assert entries["step"].tolist() == [1, 2, 3, 4, 5, 6]

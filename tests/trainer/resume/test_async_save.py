@@ -114,7 +114,7 @@ def test_all_checkpoints_are_on_disk_when_train_returns(tmp_path: Path, monkeypa
     assert steps_saved(tmp_path) == [3, 6]
     assert not writers()
     trainer.save_checkpoint(force=True)
-    assert not writers(), "outside of train no call would wait for it"
+    assert not writers(), "outside of train no later call waits for it"
 
 
 def test_after_a_failure_at_the_end_train_saves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_failure_together_with_another_exception_becomes_its_note(
 ) -> None:
     failing_once(monkeypatch)
     trainer = ts.Trainer(Interrupted(), arguments(tmp_path, checkpointer_args=saving()))
-    for look in ("watch", "poll"):  # the failure is not seen before the end, also where it comes within step 3
+    for look in ("watch", "poll"):  # the failure is not noticed before the end, even if it occurs in step 3
         monkeypatch.setattr(trainer.checkpointer, look, lambda *wake: None)
     with pytest.raises(KeyboardInterrupt) as raised:
         trainer.train()

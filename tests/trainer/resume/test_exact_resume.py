@@ -175,4 +175,7 @@ def test_settings_that_are_tensors_survive_a_resume(tmp_path: Path) -> None:
     train(Tensors(), tmp_path, checkpointer_args=saving)
     resumed = train(Tensors(), tmp_path, checkpointer_args=saving, resume=True, epochs=2)
 
+    (group,) = resumed.optimizers[0].param_groups
     assert resumed.global_steps_finished == 12
+    assert torch.equal(group["lr"], torch.tensor(0.1))
+    assert torch.equal(group["mine"], torch.arange(3))

@@ -136,7 +136,7 @@ def test_an_array_task_with_a_shared_directory_causes_a_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    monkeypatch.setattr("os.path.abspath", lambda path: f"/{path}")  # the path of this test contains numbers
+    monkeypatch.setattr("os.path.abspath", lambda path: f"/{path}")  # the real path of this test has numbers
     with caplog.at_level(logging.WARNING):
         trainer_in(Path(folder), epochs=1).train()
     assert ("this is task 3 of a job array" in caplog.text) == warns

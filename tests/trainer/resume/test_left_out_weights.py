@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Teacher(Net):
-    """`body` follows `slow` without gradients, as a target network does."""
+    """`body` follows `fast` without gradients, like a target network."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)

@@ -178,7 +178,7 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, stop_at: int, tmp_path
 
 
 class Tables(Small):
-    """Constant tables, and a flag that the second version of the code sets otherwise."""
+    """A constant table, and a flag that the second version of the code sets differently."""
 
     def __init__(self, scale: float = 1.0, *, frozen: bool = False) -> None:
         super().__init__()

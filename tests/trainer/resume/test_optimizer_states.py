@@ -335,7 +335,7 @@ def test_a_state_for_one_order_is_refused_in_another(kind: type[torch.optim.SGD]
     states = states_of(module, [optimizer])
     states.update_state(copy.deepcopy(saved), LOG)
     again = states.get_state()["optimizers"][0]
-    again.pop("attributes", None)  # `load_state_dict` has made one
+    again.pop("attributes", None)  # `load_state_dict` has created one
     assert str(again) == str(saved["optimizers"][0])
 
 
@@ -409,7 +409,7 @@ def test_only_options_given_with_other_values_are_changes() -> None:
     same = make(0.1)[-1]
     same.update_state(saved, RunLogger("INFO"))
     assert same.changes == []
-    for _ in range(2):  # the second time of a run that still continues with 0.1
+    for _ in range(2):  # the second time it is a run that still continues with 0.1
         resumed = make(0.2)[-1]
         resumed.update_state(saved, RunLogger("INFO"))
         [change] = resumed.changes

@@ -103,7 +103,7 @@ class TestModes:
 
 @pytest.fixture
 def ledger() -> Iterator[None]:
-    """A layer whose state may not be lost, as a privacy accountant's."""
+    """A layer whose state may not be lost, such as a privacy accountant."""
 
     @ts.register_layer("ledger")
     class Ledger(ts.AbstractTrainerBackendDecorator):
@@ -227,7 +227,7 @@ class TestWarmStart:
 
 
 class OneCycle(Classifier):
-    """A schedule that torch refuses to step beyond its end."""
+    """A schedule that cannot step beyond its end."""
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
         assert self.plan is not None

@@ -1,4 +1,4 @@
-"""When a trainer saves, the checkpoints that remain, and the one from which it continues."""
+"""The steps at which a trainer saves, the checkpoints that it keeps, and the one from which it continues."""
 
 from __future__ import annotations
 

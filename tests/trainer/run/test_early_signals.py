@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
-from tests.helpers.patience import patience
 from tests.helpers.processes import run_world
+from tests.helpers.scripts import start_python, wait_for_pid
 from tests.helpers.workers import stopping
 from trainstack.trainer.reporting.report.facts import RunFacts
 
@@ -27,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
-    """Each test begins with Python's own handlers, and must leave them as it found them."""
+    """Begin each test with Python's handlers, and fail if the test does not restore them."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     gc.collect()
@@ -170,21 +168,22 @@ def test_a_preempted_process_ignores_sigterm_while_it_exits(tmp_path: Path) -> N
     """A scheduler sends it to ranks that leave later than the first, and the exit code 75 would become 143."""
     script = f"""
 import atexit, os, signal, time
+from pathlib import Path
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments
+folder = Path({str(tmp_path)!r})
 def slow():
-    print("exits", flush=True)
-    time.sleep(1.0)
+    (folder / "exits").write_text(str(os.getpid()))
+    while not (folder / "told").exists():
+        time.sleep(0.01)
 atexit.register(slow)
 class Told(Classifier):
     def train_step(self, global_step, batch, device):
         os.kill(os.getpid(), signal.SIGUSR1)
         return super().train_step(global_step, batch, device)
-ts.Trainer(Told(), arguments({str(tmp_path)!r})).train()
+ts.Trainer(Told(), arguments(folder / "run")).train()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "exits\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(patience(10)) == 75
-    process.stdout.close()
+    program = start_python("-c", script, cwd=ROOT)
+    os.kill(wait_for_pid(tmp_path / "exits", program), signal.SIGTERM)
+    (tmp_path / "told").touch()
+    assert program.result().returncode == 75

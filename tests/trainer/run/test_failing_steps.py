@@ -30,7 +30,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Failing(Classifier):
-    """Fails at the micro-batch that holds `sample` of epoch `epoch`, and keeps its content."""
+    """Fails at the micro-batch with `sample` in epoch `epoch`, and keeps its samples."""
 
     def __init__(self, sample: int, epoch: int = 1, **changes: Any) -> None:
         super().__init__(**{"dataset": Numbered(), **changes})

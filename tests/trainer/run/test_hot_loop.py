@@ -173,7 +173,7 @@ def test_no_step_waits_for_a_gpu_between_log_points(backend: str, tmp_path: Path
     class Watched(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             last = global_step == self.plan.total_steps  # the epoch's end reads its losses
-            if global_step > 2:  # the first steps make handles and move nothing else
+            if global_step > 2:  # the first steps create handles of CUDA libraries
                 torch.cuda.set_sync_debug_mode("default" if last else "error")
 
     module = Watched(dataset=numbers(96))

@@ -56,7 +56,7 @@ def test_a_run_ends_after_the_given_number_of_steps(
     assert trainer.global_steps_finished == trainer.plan.total_steps == steps
     assert module.ended == ended
     assert val_steps(trainer) == validated
-    if "backend" not in limits:  # a private run tells no loss
+    if "backend" not in limits:  # a private run records no loss
         assert [record.step for record in trainer.history.records("train/loss")] == [steps]
     trainer.train()
     assert trainer.global_steps_finished == steps

@@ -70,14 +70,22 @@ def test_overridden_train_methods_are_called_around_validations(tmp_path: Path) 
             self.merged = not mode
             return super().train(mode)
 
-    module = Classifier(numbers(16), validate=True)
-    layer = Merging(3, 3)
+    class Watched(Classifier):
+        def train_step(self, *given: Any, **named: Any) -> Any:
+            merged["train"].append(layer.merged)
+            return super().train_step(*given, **named)
+
+        def val_step(self, *given: Any, **named: Any) -> Any:
+            merged["val"].append(layer.merged)
+            return super().val_step(*given, **named)
+
+    merged: dict[str, list[bool]] = {"train": [], "val": []}
+    module, layer = Watched(numbers(16), validate=True), Merging(3, 3)
     module.net.append(layer)
-    merged = []
-    module.on_begin_train_epoch = lambda global_step, epoch: merged.append(layer.merged)  # type: ignore[method-assign]
     train(module, tmp_path, epochs=3)
 
-    assert merged == [False] * 3
+    assert merged["train"] == [False] * 6
+    assert set(merged["val"]) == {True}
 
 
 def test_parameters_added_later_are_trained_like_the_others(tmp_path: Path) -> None:

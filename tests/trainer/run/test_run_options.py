@@ -113,7 +113,11 @@ class TestOverfitting:
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
 
-        assert train(Lists(), tmp_path, overfit_batches=1).plan.steps_per_epoch == 1
+        module = Lists()
+        assert train(module, tmp_path, overfit_batches=1, epochs=2).plan.steps_per_epoch == 1
+        assert len(module.trained) == len(module.validated) == 2
+        assert len(rows(module.trained)) == 8
+        assert rows(module.trained) == rows(module.validated)
 
 
 class TestDevRun:

@@ -13,8 +13,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +27,12 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
 from tests.helpers.patience import patience
-from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
+from tests.helpers.scripts import start_python, wait_for_pid
 from trainstack.checkpointing import filesystem
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.resume.saving import SaveTimeBudget
+from trainstack.trainer.run import stopping
 
 ROOT = Path(__file__).resolve().parents[3]
 SAVING = ts.DefaultCheckpointerArguments()
@@ -48,7 +52,7 @@ def usual_handlers() -> Iterator[None]:
 
 
 class Signalled(Classifier):
-    """Calls `action` at a moment of the run: `("train", 13)`, `("val", 2)`, `("load", 4)`, or a hook or verb."""
+    """Calls `action` at a moment of the run, such as `("train", 13)` or `("val", 2)`: the call of a step or a hook."""
 
     def __init__(self, moment: tuple[str, int] | None = None, action: Callable[[], None] | None = None) -> None:
         super().__init__(Noisy(37), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
@@ -181,11 +185,15 @@ def test_ctrl_c_interrupts_a_validation_at_its_batch(tmp_path: Path) -> None:
     assert module.calls["val"] == 2
 
 
-def test_ctrl_c_again_stops_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_again_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, monotonic = [0.0], time.monotonic
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: monotonic() + ahead[0]})
+    monkeypatch.setattr(stopping, "time", clock)
+
     def press() -> None:
         send(signal.SIGINT)()
         send(signal.SIGINT)()  # as a launcher that forwards it does
-        time.sleep(1.1)
+        ahead[0] = 1.1
         send(signal.SIGINT)()
 
     trainer = trainer_of(Signalled(("train", 3), press), tmp_path)
@@ -193,6 +201,7 @@ def test_ctrl_c_again_stops_at_once(tmp_path: Path) -> None:
         trainer.train()
 
     assert str(stop.value) == ""
+    assert ahead == [1.1], "the second signal is a part of the first Ctrl-C"
     assert trainer.global_steps_finished == 2
     assert ts.list_checkpoints(tmp_path / "checkpoints") == []
 
@@ -312,7 +321,7 @@ def test_no_check_runs_between_the_steps_without_a_request(tmp_path: Path, monke
 # --- whole processes
 
 SCRIPT = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import trainstack as ts
@@ -321,11 +330,12 @@ from tests.helpers.modules import Classifier, Noisy, arguments, weights
 class Slow(Classifier):
     def train_step(self, global_step, batch, device):
         if global_step == 3:
-            Path(sys.argv[1], "now").touch()
+            Path(sys.argv[1], "now").write_text(str(os.getpid()))
         time.sleep(0.05)
         return super().train_step(global_step, batch, device)
 
 if __name__ == "__main__":
+    os.setsid()
     torch.manual_seed(1)
     module = Slow(Noisy(37), dropout=0.3, num_workers=int(sys.argv[2]))
     made = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "resume": "auto", "epochs": 2}
@@ -335,27 +345,23 @@ if __name__ == "__main__":
 """
 
 
-def script(directory: Path, workers: int) -> subprocess.Popen[str]:
+def script(directory: Path, workers: int) -> Future[subprocess.CompletedProcess[str]]:
     path = directory / "script.py"
     path.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-W", "error", str(path), str(directory), str(workers)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=hears_ctrl_c, **pipes)
+    return start_python("-W", "error", str(path), str(directory), str(workers), cwd=ROOT)
 
 
 def stopped_by(number: int, directory: Path, workers: int) -> tuple[int, str]:
     """Send a signal to the script and all of its workers in the third step; its exit code and stderr."""
-    process = script(directory, workers)
+    program = script(directory, workers)
+    group = wait_for_pid(directory / "now", program)
     try:
-        deadline = time.monotonic() + patience(30)
-        while not (directory / "now").exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(process.pid, number)
-        error = process.communicate(timeout=patience(30))[1]
+        os.killpg(group, number)
+        ended = program.result()
     finally:
-        process.kill()
-    return process.returncode, error
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    return ended.returncode, ended.stderr
 
 
 @pytest.mark.processes
@@ -373,15 +379,15 @@ def test_a_signal_to_the_group_stops_a_run_with_workers(number: signal.Signals, 
         assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()
 
 
-def last_line(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=patience(30))[0].splitlines()[-1]
-
-
 @functools.cache
 def last_line_of_the_unbroken_script() -> str:
-    """The sum of the weights that the script ends with."""
+    """The sum of the final weights of the script."""
     with tempfile.TemporaryDirectory() as folder:
         return last_line(script(Path(folder), 0))
+
+
+def last_line(program: Future[subprocess.CompletedProcess[str]]) -> str:
+    return program.result().stdout.splitlines()[-1]
 
 
 # --- after an exception, and how long saving takes
@@ -456,12 +462,12 @@ def test_a_background_save_is_measured_until_it_is_on_disk(
     sync_directory, later = filesystem.sync_directory, threading.Event()
 
     def slow(path: Path) -> None:
-        later.wait(0.7)
+        later.wait(0.3)
         sync_directory(path)
 
     monkeypatch.setattr(filesystem, "sync_directory", slow)
-    train(Classifier(), tmp_path, stop_grace_s=1.0, checkpointer_args=replace(SAVING, async_save=True))
+    train(Classifier(), tmp_path, stop_grace_s=0.4, checkpointer_args=replace(SAVING, async_save=True))
 
-    said = [record.message for record in caplog.records if "is killed after 1 s" in record.message]
+    said = [record.message for record in caplog.records if "is killed after 0.4 s" in record.message]
     assert len(said) == 1
-    assert float(said[0].split()[4]) >= 0.7
+    assert float(said[0].split()[4]) >= 0.3

@@ -59,7 +59,7 @@ def trained(folder: Path, network: nn.Module, **changes: Any) -> ts.Trainer:
 )
 def test_a_run_with_a_sparse_buffer_continues(layout: str, persistent: bool, spec: str, tmp_path: Path) -> None:
     make = MAKERS[layout]
-    if persistent and layout == "coo":  # a checkpoint's values win over those of a new module
+    if persistent and layout == "coo":  # values of a checkpoint replace those of a new module
         first = trained(tmp_path, Graph(make, persistent, fill=2.0), backend=spec, nonfinite="skip")
     else:
         first = trained(tmp_path, Graph(make, persistent), backend=spec, nonfinite="skip")

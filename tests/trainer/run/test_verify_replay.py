@@ -38,7 +38,7 @@ def test_a_run_whose_steps_run_twice_has_the_same_bits(tmp_path: Path, changes: 
 
     assert {**found, **SAME} == found
     plain, verified = found["calls"]
-    assert verified == 2 * plain - first  # in the first step, passes are seen to move an average of the weights
+    assert verified == 2 * plain - first  # not in the first step, whose passes are found to change an average of the weights
 
 
 @pytest.mark.distributed
@@ -111,7 +111,7 @@ def test_a_fault_in_an_unverified_step_is_not_noticed(tmp_path: Path) -> None:
 
 
 def flip_once(module: nn.Module, call: int) -> None:
-    """Flip the lowest bit of one number of an output of `module`, in its call with this number."""
+    """Flip one bit of one number of the output of `module`, in its call with this number."""
     calls = 0
 
     def hook(part: nn.Module, given: Any, output: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def flip_once(module: nn.Module, call: int) -> None:
 @pytest.mark.parametrize("choice", ["stop", "warn", "record"])
 def test_one_flipped_bit_is_found_at_its_step(tmp_path: Path, choice: str, caplog: pytest.LogCaptureFixture) -> None:
     module = Classifier(numbers(40), dropout=0.5)
-    flip_once(module.net[0], 2 * 3 * 2 + 1)  # two micro-batches a step, each run twice: the first of step 4
+    flip_once(module.net[0], 2 * 3 * 2 + 1)  # two micro-batches a step, each run twice: the first call of step 4
     values: dict[str, Any] = {"verify_replay": 1.0, "on_replay_mismatch": choice, "gpu_batch_size_limit": 4}
     if choice == "stop":
         with pytest.raises(ts.ReplayMismatchError, match=r"step 4 .* the loss of micro-batch 0 and the gradient"):

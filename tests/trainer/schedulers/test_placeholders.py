@@ -1,4 +1,4 @@
-"""Placeholders stand for numbers of the plan; arithmetic on them is done when the plan is known."""
+"""Placeholders represent numbers of the plan; arithmetic on them is evaluated when the plan is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a scheduler steps, its arguments, its maker, and the same intervals after a resume."""
+"""The steps of schedulers, their arguments and factories, and equal intervals after a resume."""
 
 from __future__ import annotations
 
