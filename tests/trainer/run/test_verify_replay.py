@@ -38,7 +38,9 @@ def test_a_run_whose_steps_run_twice_has_the_same_bits(tmp_path: Path, changes: 
 
     assert {**found, **SAME} == found
     plain, verified = found["calls"]
-    assert verified == 2 * plain - first  # not in the first step, whose passes are found to change an average of the weights
+    assert (
+        verified == 2 * plain - first
+    )  # not in the first step, whose passes are found to change an average of the weights
 
 
 @pytest.mark.distributed
