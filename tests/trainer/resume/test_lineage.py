@@ -1,4 +1,4 @@
-"""Each checkpoint and export names where it comes from, over resumes, runs, exports and kinds of files."""
+"""Each checkpoint and export names its ancestors, over resumes, runs, exports and kinds of files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256((path / "MANIFEST.json").read_bytes()).hexdigest()
 
 
-def test_a_run_with_new_weights_has_no_parent_and_states_data_and_environment(tmp_path: Path) -> None:
+def test_a_new_run_has_data_and_environment_but_no_parent(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, epochs=1, checkpointer_args=saving())
 
     for kind in ("checkpoint", "model"):
@@ -73,7 +73,7 @@ def test_other_data_has_another_digest(tmp_path: Path) -> None:
     assert one != other
 
 
-def test_the_chain_goes_over_resumes_runs_warm_starts_and_exports(tmp_path: Path) -> None:
+def test_the_chain_includes_resumes_warm_starts_and_exports(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     train(Classifier(), first, epochs=1, checkpointer_args=saving())
     parent = newest(first)
@@ -98,7 +98,7 @@ def test_the_chain_goes_over_resumes_runs_warm_starts_and_exports(tmp_path: Path
     )
 
 
-def test_ancestors_are_found_deleted_or_replaced(tmp_path: Path) -> None:
+def test_deleted_and_replaced_ancestors_are_recognized(tmp_path: Path) -> None:
     for epochs in (1, 2, 3):
         train(Classifier(), tmp_path, epochs=epochs, checkpointer_args=saving(), resume="auto")
     path = newest(tmp_path)
@@ -131,7 +131,7 @@ def _rename(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["weights", "weights_and_optimizer"])
-def test_a_resume_of_weights_says_so(tmp_path: Path, mode: Any) -> None:
+def test_the_lineage_of_a_partial_resume_names_its_mode(tmp_path: Path, mode: Any) -> None:
     train(Classifier(), tmp_path / "a", epochs=1, checkpointer_args=saving())
     source = newest(tmp_path / "a")
     train(Classifier(), tmp_path / "b", epochs=1, checkpointer_args=saving(), resume=source, resume_mode=mode)
@@ -169,7 +169,7 @@ def test_a_pickled_trainer_exports_with_the_lineage_of_its_run(tmp_path: Path) -
     assert parent.manifest == sha256(source)
 
 
-def test_weights_without_a_manifest_are_named_alone(tmp_path: Path) -> None:
+def test_weights_without_a_manifest_have_only_a_name(tmp_path: Path) -> None:
     ts.export_model(Classifier(), tmp_path / "export")
     shutil.copy(tmp_path / "export" / "model.safetensors", tmp_path / "weights.safetensors")
     train(
@@ -184,7 +184,7 @@ def test_weights_without_a_manifest_are_named_alone(tmp_path: Path) -> None:
     assert found == (Ancestor(how="init_weights_from", name="weights.safetensors"),)
 
 
-def test_a_private_run_states_nothing_that_depends_on_records(tmp_path: Path) -> None:
+def test_the_lineage_of_a_private_run_is_independent_of_records(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     train_private(tmp_path, 1)
     train_private(tmp_path, 2)
@@ -206,7 +206,7 @@ def train_private(directory: Path, epochs: int) -> None:
     ts.Trainer(Classifier(), args).train()
 
 
-def test_a_checkpointer_of_ones_own_gets_the_lineage_and_passes_it_on(tmp_path: Path) -> None:
+def test_a_custom_checkpointer_receives_and_continues_the_lineage(tmp_path: Path) -> None:
     kept: list[ts.Checkpoint] = []
 
     class InMemory(ts.AbstractCheckpointer):
@@ -230,7 +230,7 @@ def test_a_checkpointer_of_ones_own_gets_the_lineage_and_passes_it_on(tmp_path: 
     assert [(one.how, one.global_step, one.manifest) for one in chain] == [("resume", 6, None)]
 
 
-def test_a_long_chain_is_cut_and_counted() -> None:
+def test_a_long_chain_is_cut_and_omissions_counted() -> None:
     chain = tuple(Ancestor(how="resume", name=f"c-{n}") for n in range(MAX_ANCESTORS + 7))
     found = Lineage.from_json(json.loads(json.dumps(Lineage(ancestors=chain, omitted=2).to_json())))
 
