@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import trainstack as ts
 from trainstack import ranks
+from trainstack.launching import worker
 
 
 def rank() -> int:
@@ -163,10 +164,11 @@ def caught(who: int) -> str | None:
     return None
 
 
-def train_in_the_default_folder() -> tuple[str, int]:
-    """A training that is killed in its third step at the first start, and continues at the second."""
+def train_in_the_default_folder(directory: str, *, is_killed: bool) -> tuple[str, int]:
+    """A training in a folder below `directory`, whose rank 0 is killed after the third step if `is_killed`."""
     from tests.helpers.modules import Classifier, numbers
 
+    os.chdir(directory)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     args = ts.TrainerArguments(
         train_batch_size=8, epochs=2, log_every=1, progress="none", backend="ddp", resume="auto", writers=["csv"],
@@ -176,10 +178,26 @@ def train_in_the_default_folder() -> tuple[str, int]:
 
     @trainer.on(ts.Event.TRAIN_STEP_END)
     def kill(_: ts.Trainer, step: int) -> None:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.state.global_step == 3 and rank() == 0:
+        if is_killed and trainer.state.global_step == 3 and rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.train()
     found = str(trainer.output_dir), trainer.state.global_step
     trainer.close()
     return found
+
+
+class WorkHere:
+    """`worker.work` in the environment of the calling process, for processes that another one forks."""
+
+    __name__ = "work"  # torch reads it
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.environment = environment
+
+    def __reduce__(self) -> Any:
+        return WorkHere, (dict(os.environ),)
+
+    def __call__(self, call: bytes, output: str) -> None:
+        os.environ.update(self.environment or {})
+        worker.work(call, output)
