@@ -154,7 +154,7 @@ def test_the_wrong_apex_is_named_before_any_work_begins(
     assert isinstance(caught.value, ts.ConfigurationError)
 
 
-def test_no_apex_is_said_with_the_trap_on_the_way_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_apex_mentions_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
 
     with pytest.raises(ts.ApexUnavailableError, match="'pip install apex' installs another package"):

@@ -71,7 +71,7 @@ class TestEveryStack:
         assert (number, loss.tolist(), batch.shape) == (1, [9.0], (4, 3))
 
     @pytest.mark.spec("B2", "PMT-22")
-    def test_validation_is_capped_and_knows_the_step(self, spec: str) -> None:
+    def test_validation_is_limited_and_has_the_global_step(self, spec: str) -> None:
         backend, module, _ = driven(spec, max_val_steps_per_epoch=1)
         module.train()
         outputs = backend.validate_dl(BATCHES)

@@ -28,7 +28,7 @@ SCALED = (
     ("spec", "layers"),
     [("sp", ["SingleProcess"]), ("sp-amp", ["Amp", "SingleProcess"]), ("sp-bf16", ["BFloat16", "SingleProcess"])],
 )
-def test_a_string_builds_a_stack_and_the_stack_knows_its_string(spec: str, layers: list[str]) -> None:
+def test_a_stack_is_built_from_its_string_and_returns_it(spec: str, layers: list[str]) -> None:
     stack = ts.build_trainer_backend(spec)
 
     assert [type(layer).__name__ for layer in stack.layers()] == layers
@@ -95,7 +95,7 @@ def own_layer() -> Iterator[type[Any]]:
 
 
 @pytest.mark.spec("PMB-16", "F118")
-def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> None:
+def test_a_custom_layer_follows_the_grammar(own_layer: type[Any]) -> None:
     stack = ts.build_trainer_backend("sp-amp-halve")
 
     assert stack.spec == "sp-amp-halve"
@@ -106,7 +106,7 @@ def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> Non
 
 
 @pytest.mark.spec("PMB-16")
-def test_several_layers_of_ones_own_work_in_the_order_written(own_layer: type[Any], tmp_path: Path) -> None:
+def test_custom_layers_run_in_the_order_written(own_layer: type[Any], tmp_path: Path) -> None:
     calls: list[str] = []
 
     @ts.register_layer("count")
@@ -143,7 +143,7 @@ def test_options_are_given_by_name(options: Any) -> None:
 
 
 @pytest.mark.spec("PMT-03")
-def test_a_whole_backend_of_ones_own() -> None:
+def test_a_custom_backend_can_be_registered() -> None:
     ts.register_trainer_backend("mine", lambda: ts.build_trainer_backend("sp-bf16"))
     try:
         assert ts.build_trainer_backend("mine").spec == "sp-bf16"
@@ -154,7 +154,7 @@ def test_a_whole_backend_of_ones_own() -> None:
 
 
 @pytest.mark.spec("PMB-16")
-def test_explain_prints_the_way_of_each_verb() -> None:
+def test_explain_prints_the_layers_of_each_verb() -> None:
     told = " ".join(ts.explain("sp-amp").split())
 
     assert "backward amp > sp clip amp > sp step amp > sp skip amp begin_evaluation nothing to do" in told

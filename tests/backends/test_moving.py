@@ -52,14 +52,14 @@ class MovesItself(dict[str, Tensor]):
         return f"moved itself to {device}"
 
 
-def test_a_packed_sequence_moves_itself_and_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     moved = ts.move_to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
 
     assert isinstance(moved, PackedSequence)
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
-def test_a_container_that_can_move_is_asked_to() -> None:
+def test_a_container_with_a_to_method_moves_itself() -> None:
     assert ts.move_to_device(MovesItself(x=torch.ones(1)), META) == "moved itself to meta"
 
 

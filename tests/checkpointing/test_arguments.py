@@ -75,7 +75,7 @@ def test_every_argument_is_read() -> None:
 
 
 @pytest.mark.spec("PMT-08")
-def test_a_checkpointer_of_ones_own_needs_two_methods() -> None:
+def test_a_custom_checkpointer_needs_two_methods() -> None:
     class InMemory(AbstractCheckpointer):
         kept = Checkpoint()
 

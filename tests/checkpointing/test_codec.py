@@ -31,7 +31,7 @@ trees = st.recursive(
 
 @pytest.mark.slow
 @given(trees)
-def test_any_tree_comes_back(tree: Any) -> None:
+def test_any_tree_is_decoded_unchanged(tree: Any) -> None:
     assert same(through_json(tree), tree)
 
 
@@ -214,7 +214,7 @@ class OwnDict(dict[str, int]):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_that_cannot_be_stored_is_named_with_its_place(value: Any, words: str) -> None:
+def test_values_that_cannot_be_stored_are_named_with_place(value: Any, words: str) -> None:
     with pytest.raises(UnsupportedStateError) as caught:
         StateEncoder().encode({"optimizers": [{"state": {3: {"foo": value}}}]}, "trainer_state")
     message = str(caught.value)

@@ -193,7 +193,7 @@ def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_the_process_ends_while_a_new_best_is_saved_and_the_best_is_still_found(tmp_path: Path) -> None:
+def test_a_process_that_dies_saving_keeps_a_best_checkpoint(tmp_path: Path) -> None:
     """The older ones, of which the one that was the best so far is deleted in turn, are deleted last."""
     arguments: dict[str, Any] = {"keep_last": 1, "keep_best": 1, "monitor": "val/accuracy"}
     before = tmp_path / "before"

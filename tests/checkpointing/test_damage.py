@@ -85,7 +85,7 @@ def test_one_flipped_bit_anywhere(two: Path, file: str, caplog: pytest.LogCaptur
     expect_noticed(two, file, caplog)
 
 
-def test_if_all_are_damaged_that_is_an_error_that_names_them(two: Path) -> None:
+def test_an_error_names_all_checkpoints_if_all_are_damaged(two: Path) -> None:
     flip_bit(two / "checkpoint-000000001" / "state.json", 5)
     flip_bit(two / "checkpoint-000000002" / "MANIFEST.json", 5)
     checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(two), log_level="ERROR"))

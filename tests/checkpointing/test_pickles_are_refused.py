@@ -95,7 +95,7 @@ def test_a_file(write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_
 
 @pytest.mark.parametrize("file", ["MANIFEST.json", "state.json", "model.safetensors", "state.safetensors"])
 @pytest.mark.parametrize("write", FORMS)
-def test_in_place_of_a_file_of_a_checkpoint(
+def test_a_pickle_in_place_of_a_checkpoint_file_never_runs(
     write: Callable[[Bomb, Path], None], file: str, bomb: Bomb, tmp_path: Path
 ) -> None:
     checkpoint = ts.write_checkpoint(make_checkpoint(1), tmp_path / "in", "checkpoint-000000001")
@@ -110,7 +110,7 @@ def test_in_place_of_a_file_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", ".metadata", "rng_state.pth", "README.md"])
-def test_a_pickle_among_the_files_of_a_checkpoint(name: str, bomb: Bomb, tmp_path: Path) -> None:
+def test_a_pickle_among_the_files_of_a_checkpoint_never_runs(name: str, bomb: Bomb, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Classifier(), tmp_path / "in", checkpointer_args=saving)
     checkpoint = tmp_path / "in" / "checkpoints" / "checkpoint-000000006"

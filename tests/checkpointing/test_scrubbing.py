@@ -90,9 +90,7 @@ def test_a_damaged_file_of_results_is_an_empty_one(tmp_path: Path, content: str)
     assert set(read_results(tmp_path)) == {"checkpoint-000000001"}
 
 
-def test_a_checkpoint_that_retention_deletes_during_a_scrub_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_deleted_during_a_scrub_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = write(tmp_path, 1)
 
     def delete(where: Path, pace: Pace) -> str:
@@ -104,7 +102,7 @@ def test_a_checkpoint_that_retention_deletes_during_a_scrub_is_not_damaged(
     assert read_results(tmp_path) == {}
 
 
-def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_still_scrubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = write(tmp_path, 1)
     said: list[str] = []
 
@@ -134,7 +132,7 @@ def test_the_rate_is_kept_over_all_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits == pytest.approx([0.0, 0.5, 1.0, 3.0])
 
 
-def test_all_bytes_of_tensors_are_counted_and_the_reading_can_be_ended(tmp_path: Path) -> None:
+def test_all_tensor_bytes_count_and_reading_can_be_stopped(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 1)
     counted: list[int] = []
     scrub_one(path, counted.append, nothing)  # type: ignore[arg-type]
@@ -229,7 +227,7 @@ def _by_results(info: Any, results: dict[str, ScrubResult]) -> datetime:
 
 
 class TestEvery:
-    def test_the_loop_ends_on_a_signal_and_names_damage_of_any_pass(
+    def test_the_loop_ends_on_a_signal_and_reports_all_damage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Damaged, then mended: the exit code is that of the worst pass."""

@@ -43,7 +43,7 @@ def checkpoint_of(**tensors: torch.Tensor) -> Checkpoint:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_a_checkpoint_of_ranks_is_read_as_one_of_a_single_process(tmp_path: Path, size: int) -> None:
+def test_a_sharded_checkpoint_reads_as_one_of_one_process(tmp_path: Path, size: int) -> None:
     checkpoint = checkpoint_of(**KINDS)
     checkpoint.rank_states = [{"noise": torch.ones(3)}, {"noise": torch.zeros(3)}]
 

@@ -272,7 +272,7 @@ def test_the_key_of_another_person_is_refused(signed: Path, key: Path, tmp_path:
         verify_signature(signed, public(key))
 
 
-def test_a_signature_over_the_same_text_for_another_purpose_does_not_count(tmp_path: Path, key: Path) -> None:
+def test_a_signature_for_another_purpose_is_refused(tmp_path: Path, key: Path) -> None:
     path = whole(tmp_path)
     made = sign_checkpoint(path, key)
     bare = signing._text_of(made).removeprefix(signing._PREFIX)
@@ -309,7 +309,7 @@ def test_the_leftover_of_a_killed_signing_is_not_signed(tmp_path: Path, key: Pat
 
 
 class TestKeys:
-    def test_the_private_key_is_for_its_owner_alone_and_never_overwritten(self, tmp_path: Path) -> None:
+    def test_the_private_key_is_unreadable_to_others_and_never_overwritten(self, tmp_path: Path) -> None:
         before = os.umask(0)
         try:
             made = make_key(tmp_path / "key")
@@ -370,9 +370,7 @@ def saver(folder: Path, key: Path, **changes: Any) -> DefaultCheckpointer:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_each_save_of_a_checkpointer_is_signed_and_retention_keeps_the_signatures(
-    tmp_path: Path, key: Path, async_save: bool
-) -> None:
+def test_each_save_is_signed_and_retention_keeps_the_signatures(tmp_path: Path, key: Path, async_save: bool) -> None:
     checkpointer = saver(tmp_path, key, keep_last=2, keep_best=0, async_save=async_save)
     checkpointer.begin_run(resumed=False)
     for step in range(1, 5):
@@ -392,7 +390,7 @@ def test_each_save_of_a_checkpointer_is_signed_and_retention_keeps_the_signature
     }
 
 
-def test_a_save_over_a_signed_checkpoint_does_not_keep_the_old_signature(tmp_path: Path, key: Path) -> None:
+def test_overwriting_a_signed_checkpoint_drops_the_old_signature(tmp_path: Path, key: Path) -> None:
     path = whole(tmp_path)
     sign_checkpoint(path, key)
     whole(tmp_path)

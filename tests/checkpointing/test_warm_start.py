@@ -63,7 +63,7 @@ class TestWarmStart:
             ts.warm_start(model, Net(3).state_dict(), strict=True)
         assert torch.equal(model.body.weight, before)
 
-    def test_weights_of_which_none_fits_are_an_error_that_names_fitting_ones(self) -> None:
+    def test_an_error_names_fitting_parts_if_no_weight_fits(self) -> None:
         class Pair(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -169,7 +169,7 @@ class TestForeignWeights:
         assert report.is_complete
         assert torch.equal(model.body.weight, source.body.weight)
 
-    def test_a_prefix_that_may_be_the_models_own_is_taken_off_only_on_request(self, tmp_path: Path) -> None:
+    def test_an_ambiguous_prefix_is_removed_only_on_request(self, tmp_path: Path) -> None:
         torch.save({f"model.{name}": tensor for name, tensor in Net().state_dict().items()}, tmp_path / "weights.pt")
 
         assert "model.body.weight" in ts.load_torch_weights(tmp_path / "weights.pt")
@@ -202,7 +202,7 @@ class Shared(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_two_values_for_one_tensor_of_the_model_are_told() -> None:
+def test_two_values_for_one_tensor_are_reported() -> None:
     model = Shared()
     report = ts.warm_start(model, {"embedding.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), 2.0)})
     assert report.loaded == ("embedding.weight",)

@@ -127,7 +127,7 @@ torch.library.register_vmap(centred, lambda info, in_dims, x: (x - x.mean(in_dim
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "vmap", "hooks"])
 @pytest.mark.parametrize("mixing", [Centring.apply, CentredGradient.apply, centred])
-def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing: Any) -> None:
+def test_a_vmap_rule_that_receives_all_records_is_refused(mode: str, mixing: Any) -> None:
     module = Written(lambda module, x: module.last(mixing(module.first(x))))
     if mode == "hooks":
         pytest.importorskip("opacus")
@@ -138,7 +138,7 @@ def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing:
 
 
 @pytest.mark.parametrize("place", ["module", "module before", "parameter", "accumulated"])
-def test_hooks_of_the_backward_pass_are_refused_whenever_they_come(place: str) -> None:
+def test_hooks_of_the_backward_pass_are_refused_at_any_time(place: str) -> None:
     module = Plain()
     mode = BookkeepingMode(module, trained(module), FlatClipper(1.0))
     mode.add(run, vectors(6), 6)

@@ -89,7 +89,7 @@ OWN = (class_weights, masked_mean, token_mean, weighted_by_the_batch)
 
 
 @pytest.mark.parametrize("loss", [*OWN, "criterion"], ids=lambda loss: getattr(loss, "__name__", loss))
-def test_leaving_the_rare_record_out_moves_the_sum_by_at_most_the_limit(loss: Any, tmp_path: Path) -> None:
+def test_omitting_the_rare_record_moves_the_sum_within_the_limit(loss: Any, tmp_path: Path) -> None:
     def make(net: nn.Module, data: TensorDataset) -> Any:
         if loss != "criterion":
             return Own(loss, net, data)
@@ -104,14 +104,14 @@ def test_leaving_the_rare_record_out_moves_the_sum_by_at_most_the_limit(loss: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "loss"), [("hooks", class_weights), ("ghost", weighted_by_the_batch)])
-def test_opacus_hooks_end_the_run_once_a_batch_holds_the_rare_record(mode: str, loss: Any, tmp_path: Path) -> None:
+def test_opacus_hooks_end_the_run_at_the_rare_record(mode: str, loss: Any, tmp_path: Path) -> None:
     with pytest.raises(ts.PrivacyError, match=r"not the mean of the losses of its records.*grad_mode='auto'"):
         sum_over(RECORDS, partial(Own, loss), mode, tmp_path)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rare", [0, 1])
-def test_a_criterion_weighs_each_record_and_takes_the_mean_over_its_own_labels(rare: int, training: bool) -> None:
+def test_a_criterion_gives_each_record_the_mean_over_its_labels(rare: int, training: bool) -> None:
     weights, logits = torch.tensor([1.0, 500.0]), torch.randn(3, 2, 4)
     labels = torch.tensor([[0, 1, -100, -100], [0, 0, 0, rare], [-100] * 4])
     module = ts.SupervisedModule(nn.Identity(), nn.CrossEntropyLoss(weight=weights), "sgd", None)

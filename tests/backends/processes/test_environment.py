@@ -207,12 +207,12 @@ def test_variables_of_slurm_in_older_and_odd_forms() -> None:
     assert found(SLURM, SLURM_RESTART_COUNT="3").restarts == 3
 
 
-def test_one_machine_of_slurm_meets_on_the_loopback_device() -> None:
+def test_one_slurm_machine_uses_the_loopback_address() -> None:
     one = found(SLURM, SLURM_STEP_TASKS_PER_NODE="7", SLURM_NODEID="0", SLURM_STEP_NODELIST="gpu08")
     assert (one.master_addr, one.local_size) == ("127.0.0.1", 7)
 
 
-def test_two_steps_of_a_job_meet_at_two_ports() -> None:
+def test_steps_of_a_job_have_different_ports() -> None:
     ports = {found(SLURM, SLURM_STEP_ID=step).master_port for step in ("0", "1", "2")}
     assert len(ports) == 3
     assert all(15000 <= port < 31000 for port in ports)
@@ -336,7 +336,7 @@ def test_explicit_arguments_go_first() -> None:
     )
 
 
-def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> None:
+def test_explicit_arguments_take_the_address_from_the_environment() -> None:
     where = detect_process_info({"MASTER_ADDR": "host", "MASTER_PORT": "2900"}, said())
     assert where is not None
     assert (where.master_addr, where.master_port) == ("host", 2900)
@@ -415,7 +415,7 @@ def test_one_process_runs_where_one_was_started(environ: dict[str, str]) -> None
     assert ts.SingleProcess(environ=environ).open("cpu").size == 1
 
 
-def test_a_process_that_trains_its_own_model_is_told_that_it_is_alone(
+def test_an_empty_environ_allows_one_process_among_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in SLURM.items():

@@ -105,16 +105,16 @@ def test_an_export_has_whole_tensors(tmp_path: Path) -> None:
         assert (tensor - other[name]).abs().max() <= 1e-10
 
 
-def test_trainings_in_a_process_group_of_the_users_follow_each_other() -> None:
+def test_successive_trainings_share_an_adopted_process_group() -> None:
     for first, second in run_world(2, sharded.trained_twice):
         assert first == second
 
 
-def test_a_save_never_makes_all_parameters_whole(tmp_path: Path) -> None:
+def test_a_save_never_gathers_all_parameters(tmp_path: Path) -> None:
     assert run_world(2, sharded.gathers, directory=str(tmp_path)) == [0, 0]
 
 
-def test_no_whole_gradient_is_kept_between_micro_batches_where_each_is_reduced(tmp_path: Path) -> None:
+def test_reducing_each_pass_keeps_no_whole_gradient(tmp_path: Path) -> None:
     kept = {
         each: run_world(2, sharded.whole_gradients, directory=str(tmp_path), reduce_each_pass=each)
         for each in (False, True)

@@ -89,7 +89,7 @@ def test_ranks_of_a_case_that_failed_are_replaced(what: str, monkeypatch: pytest
     assert not {rank["pid"] for rank in run(monkeypatch, tmp_path, "nothing")} & {rank["pid"] for rank in first}
 
 
-def test_a_case_that_hangs_ends_with_the_place_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_case_is_ended_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.helpers.processes.patience", lambda seconds: seconds)
 
     for rank in run_world(2, hang, timeout=2.0, may_fail=True):

@@ -52,7 +52,7 @@ def test_ranks_with_fewer_micro_batches_change_nothing(name: str, size: int) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_collective_in_the_forward_pass_is_joined_by_all_ranks(size: int) -> None:
+def test_all_ranks_join_a_collective_in_the_forward_pass(size: int) -> None:
     layouts = [(samples, limit) for samples in (24, 23, 13, 21) for limit in (512, 2)]
     ranks = run_world(size, uneven_tasks.train_all, name="Synchronised", layouts=layouts)
 

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[dict[str, Any], range]] = {
 
 
 @pytest.mark.parametrize("who", CASES)
-def test_all_processes_stop_at_the_same_step_when_any_gets_the_signal(who: str, tmp_path: Path) -> None:
+def test_a_signal_to_any_process_stops_all_at_one_step(who: str, tmp_path: Path) -> None:
     options, expected = CASES[who]
     ranks = run_ranks(tmp_path, **options)
 
@@ -124,7 +124,7 @@ def test_torchrun_passes_sigterm_on_and_the_run_is_saved(tmp_path: Path) -> None
     continues_exactly(tmp_path)
 
 
-def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_path: Path) -> None:
+def test_ctrl_c_under_torchrun_saves_and_prints_short_tracebacks(tmp_path: Path) -> None:
     ranks, error = run(tmp_path, then=when_started(tmp_path, signal.SIGINT), pace=0.1)
 
     assert len({rank["step"] for rank in ranks}) == 1
@@ -135,7 +135,7 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_pat
 
 
 @pytest.mark.long
-def test_with_max_restarts_a_group_of_which_one_is_stopped_is_restarted_and_continues(tmp_path: Path) -> None:
+def test_with_max_restarts_a_stopped_group_restarts_and_continues(tmp_path: Path) -> None:
     options = {"at": 5, "ranks": [1], "pace": 0.05}
     ranks, _ = run(tmp_path, "--max-restarts=1", "--monitor-interval=0.2", **options)
 

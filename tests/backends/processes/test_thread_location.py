@@ -32,11 +32,11 @@ def test_a_thread_is_found_in_the_users_code() -> None:
     assert re.fullmatch(r"waits_for_data, at \S+test_thread_location\.py:\d+: over\.wait\(20\)", place)
 
 
-def test_a_thread_that_is_gone_is_nowhere() -> None:
+def test_an_ended_thread_has_no_place() -> None:
     assert watchdog.summarize_thread(12345) == ""
 
 
-def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
+def test_a_running_thread_can_be_summarized_at_any_moment() -> None:
     """Walking its frames in Python, instead, crashed processes now and then."""
     over, places = threading.Event(), set[str]()
 
