@@ -1,4 +1,4 @@
-"""Copies to and from a device, and which device is current: on a device that these tests pretend to have."""
+"""Copies to and from a device, and the current device, on a GPU that these tests pretend to have."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Mine(ts.AbstractTrainerBackendDecorator):
 
 
 class Counted(Mine):
-    """Keeps the true number of records back."""
+    """Hides the true number of records."""
 
     public_dataset_size = 24
 

@@ -1,4 +1,4 @@
-"""Fast paths: which parts of torch's calls they leave out, when they do not, and the switch that turns them off."""
+"""Fast paths: the parts of torch's calls that they omit, the cases in which they do not, and the switch for them."""
 
 from __future__ import annotations
 

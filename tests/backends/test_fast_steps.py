@@ -45,7 +45,7 @@ def test_the_bits_are_those_of_the_wrapped_step(kind: str, options: dict[str, An
 
 @pytest.mark.parametrize("kind", BARE)
 def test_the_step_wrappers_of_this_torch_are_recognized(kind: str) -> None:
-    """Where they are not, steps still are right, but slower; then look at `fast_paths.py`."""
+    """Otherwise steps are correct but slower; `fast_paths.py` then needs a change."""
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(2))])
 
     assert fast_update(optimizer) is not None

@@ -67,7 +67,7 @@ class OfClass:
 
     @property
     def drawn(self) -> float:
-        return BESIDE.random()
+        return NEARBY.random()
 
 
 class Net(nn.Module):
@@ -77,7 +77,7 @@ class Net(nn.Module):
         self.inner[0].value = value
 
 
-BESIDE, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
+NEARBY, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
 
 
 def draw_from(rng: Any) -> float:
@@ -166,7 +166,7 @@ def test_generators_named_by_classes_and_functions_are_reached() -> None:
         "rng": OfClass.rng,
         "by_name['rng']": OfClass.by_name["rng"],
         "global AUGMENTATION.value": AUGMENTATION.value,
-        "global BESIDE": BESIDE,
+        "global NEARBY": NEARBY,
         "global INDIRECT": INDIRECT,
     }
 

@@ -1,4 +1,4 @@
-"""The backend string, and the sentence that answers a wrong one."""
+"""The backend string, and the message for a wrong one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stack_is_built_from_its_string_and_returns_it(spec: str, layers: list
     assert stack.spec == spec
 
 
-def test_the_legal_strings() -> None:
+def test_stacks_of_one_process_are_legal() -> None:
     assert set(ts.legal_specs()) >= {"sp", "sp-amp", "sp-bf16"}
 
 
@@ -53,7 +53,7 @@ def test_every_wrong_string_is_answered_with_one_that_is_right(tokens: list[str]
     pytest.fail(f"the advice for {'-'.join(tokens)!r} never ends in a legal string: {spec!r}")
 
 
-def test_one_spelling_a_stack() -> None:
+def test_each_stack_has_one_spelling() -> None:
     legal = [spec for n in (1, 2, 3) for p in permutations(TOKENS, n) if (spec := "-".join(p)) in ts.legal_specs()]
 
     assert len(legal) == len({frozenset(spec.split("-")) for spec in legal}) == 4
@@ -72,7 +72,7 @@ def test_one_spelling_a_stack() -> None:
         ("sp-quantum", f"backend 'sp-quantum': no layer has the name 'quantum'. The layers are {KNOWN}."),
     ],
 )
-def test_the_sentences(spec: str, message: str) -> None:
+def test_wrong_strings_get_the_documented_messages(spec: str, message: str) -> None:
     with pytest.raises(ts.BackendSpecError) as caught:
         ts.build_trainer_backend(spec)
 

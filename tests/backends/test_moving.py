@@ -17,7 +17,7 @@ META = torch.device("meta")
 
 
 class WithDefaults(dict[str, Any]):
-    """A constructor that takes no mapping, and an attribute in addition to the items."""
+    """Has a constructor that takes no mapping, and an attribute in addition to the items."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(x=torch.zeros(size))
@@ -31,7 +31,7 @@ class ItsOwnAttributes(dict[str, Any]):
 
 
 class LooksUp(dict[str, Any]):
-    """Raises KeyError for an attribute that there is not, `to` among them."""
+    """Raises KeyError for each missing attribute, `to` among them."""
 
     __getattr__ = dict.__getitem__
 
@@ -97,7 +97,7 @@ def test_a_subclass_of_list_needs_no_call_of_its_constructor() -> None:
     assert (moved.size, moved[0].device.type) == ((4, 3), "meta")
 
 
-def test_tuples_and_their_items() -> None:
+def test_tuples_keep_their_classes_while_items_move() -> None:
     moved = ts.move_to_device((Message(torch.ones(1), "a"), [torch.ones(1)], torch.Size([2, 3]), None), META)
 
     assert type(moved) is tuple

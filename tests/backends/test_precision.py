@@ -72,7 +72,7 @@ def test_the_scale_grows_and_is_never_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("empty", [1, 2])
 def test_a_step_without_any_gradient_leaves_the_scaler_ready(empty: int, tmp_path: Path) -> None:
-    """Also the very first of a run, before any loss was scaled."""
+    """Also in the first step of a run, before any loss was scaled."""
     module = SometimesEmpty(numbers(32))
     module.empty = empty
     trainer = train(module, tmp_path, backend="sp-amp")

@@ -1,4 +1,4 @@
-"""Saving in the background writes the state at the call of `save`, and loses no failure."""
+"""Saving in the background writes the state at the call of `save`, and reports each failure."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_nothing_is_saved_when_switched_off(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_period_and_force(tmp_path: Path) -> None:
+def test_saves_follow_the_period_unless_forced(tmp_path: Path) -> None:
     every_second = checkpointer(tmp_path, period=2)
     assert every_second.save(make_checkpoint(3), 3) is None
     assert every_second.save(make_checkpoint(4), 4) == str(tmp_path / "checkpoint-000004")
@@ -60,7 +60,7 @@ def test_the_same_index_again_replaces(tmp_path: Path) -> None:
     assert mark_of(one.load(True)) == 40
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names_have_prefix_number_and_extension(tmp_path: Path) -> None:
     one = checkpointer(tmp_path, file_prefix="run.1", file_ext="ckpt")
     one.save(make_checkpoint(1, step=12), 1)
     one.save(make_checkpoint(2), 2)
@@ -115,7 +115,7 @@ def test_digits_in_paths_mean_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-14")
-def test_load_without_resume(tmp_path: Path) -> None:
+def test_load_without_resume_reads_load_dir_only(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load() == Checkpoint()
     assert checkpointer(tmp_path, load_dir="").load(False).is_empty
     one = checkpointer(tmp_path)

@@ -1,4 +1,4 @@
-"""A model export explains itself and is read by plain PyTorch."""
+"""A model export has a README, and plain PyTorch reads it."""
 
 from __future__ import annotations
 

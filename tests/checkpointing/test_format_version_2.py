@@ -166,7 +166,7 @@ def test_the_weights_of_a_checkpoint_load_without_its_other_files(tmp_path: Path
         read_checkpoint(path)
 
 
-def test_manifest_fields_of_run_and_lease(tmp_path: Path) -> None:
+def test_the_manifest_has_run_id_and_lease(tmp_path: Path) -> None:
     payload = pack(replace(make_checkpoint(1), run_id="r1"))
     lease = Lease.acquire([tmp_path])
     try:

@@ -1,4 +1,4 @@
-"""A process that was given up does not replace a checkpoint that its successor has written (H-5)."""
+"""A process that lost its run does not replace a checkpoint that its successor has written (H-5)."""
 
 from __future__ import annotations
 

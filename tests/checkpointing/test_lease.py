@@ -1,4 +1,4 @@
-"""One process owns a directory; another is refused, waits, or takes over, and the one that lost it writes nothing."""
+"""One process owns a directory: another one is refused, waits or replaces it, and a replaced owner writes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def leave_dead(directory: Path, **changes: Any) -> lease_file.LeaseRecord:
 
 
 def stop_renewing(one: Lease) -> None:
-    """As if the process were stopped: its thread does nothing any more."""
+    """As if the process were stopped: its thread no longer renews."""
     one._ended.set()
     one._thread.join()
 
@@ -252,7 +252,7 @@ def test_an_odd_entry_named_like_a_lease_is_damaged(
 
 
 def write_signed(directory: Path, **changes: Any) -> None:
-    """A lease with a right hash and these fields, which no process has to have written."""
+    """A lease with a correct hash and these fields, which no process may have written."""
     body = {"format": "trainstack-lease", **asdict(leave_dead(directory / "made", counter=1)), **changes}
     data = json.dumps({**body, "sha256": lease_file._hash(body)}).encode()
     (directory / ".lease-000000001.json").write_bytes(data)
@@ -391,7 +391,7 @@ def test_a_commit_carries_the_counter_and_needs_the_lease(tmp_path: Path, take: 
     assert mark_of(saver.load(True)) == 2
     last = saver.last()
     assert last is not None
-    assert last.lease >= 2  # a slow machine may have made it take a further one
+    assert last.lease >= 2  # on a slow machine it may have taken another one
     assert [path.name for path in tmp_path.iterdir() if ".lease" not in path.name] == ["checkpoint-000000001"]
 
 

@@ -1,4 +1,4 @@
-"""A pickle that would run a command is offered wherever a checkpoint or weights are taken: it never runs."""
+"""A pickle with a command never runs in any function that takes a checkpoint or weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_the_bomb_is_live(bomb: Bomb, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("write", FORMS)
-def test_a_file(write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_path: Path) -> None:
+def test_a_pickle_in_a_file_never_runs(
+    write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_path: Path
+) -> None:
     (tmp_path / "in").mkdir()
     file = tmp_path / "in" / name
     write(bomb, file)

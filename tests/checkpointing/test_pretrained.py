@@ -156,7 +156,7 @@ class TestExport:
         load_by_the_readme(tmp_path / "gpt", model, monkeypatch)
         assert ts.read_model(tmp_path / "gpt").keys() == model.state_dict().keys()
 
-    def test_of_a_peft_model_the_adapter(self, tmp_path: Path) -> None:
+    def test_only_the_adapter_of_a_peft_model_is_exported(self, tmp_path: Path) -> None:
         peft = pytest.importorskip("peft")
         torch.manual_seed(0)
         base = Net()

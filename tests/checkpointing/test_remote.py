@@ -91,7 +91,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "address", ["hf://repo/model", "http://host/run", "s3://", "s3://bucket/../run", "s3://b//run"]
 )
-def test_addresses_that_cannot_be_used(address: str) -> None:
+def test_unusable_addresses_are_refused(address: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Write a local path|write the bucket and the folder"):
         remote_address("output_dir", address)
 

@@ -264,7 +264,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     os.truncate(tmp_path / "checkpoint-000000003" / "model.safetensors", 10)
     os.truncate(tmp_path / "checkpoint-000000002" / "state.json", 1)
     save_all(saver, [6.0, 5.0, 7.0], first=4)
-    assert steps(tmp_path) == {2, 3, 5, 6}  # the damaged are left to be looked at
+    assert steps(tmp_path) == {2, 3, 5, 6}  # damaged ones remain for an inspection
     assert (pointed(tmp_path / "last"), pointed(tmp_path / "best")) == (6, 5)
 
 
@@ -470,7 +470,7 @@ def test_an_ambiguous_metric_name_needs_a_mode(name: str) -> None:
 
 def test_a_metric_that_is_not_measured_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = checkpointer(tmp_path, monitor="val/acuracy", mode="max", log_level="WARNING")
-    saver.save(measured(1, 1.0), 0, force=True)  # within an epoch nothing has been validated
+    saver.save(measured(1, 1.0), 0, force=True)  # no validation within an epoch
     assert caplog.text == ""
     save_all(saver, [1.0, 2.0], first=2)
     assert caplog.text.count("'val/acuracy' was not measured at global step 2") == 1

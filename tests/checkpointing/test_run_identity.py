@@ -102,7 +102,7 @@ def test_auto_refuses_any_damaged_beginning_and_lists_the_runs(tmp_path: Path) -
         assert str(entry) in str(raised.value)
         assert f"run {first.run_id}: its newest checkpoint is {tmp_path / 'checkpoint-000000002'}" in str(raised.value)
         saver._retention.apply(scan(tmp_path))
-        assert len(list_checkpoints(tmp_path)) == 2  # while it is not known whose they are, nothing is deleted
+        assert len(list_checkpoints(tmp_path)) == 2  # checkpoints of an unknown run are not deleted
         shutil.rmtree(entry)
         shutil.copytree(kept, entry)
     assert mark_of(checkpointer(tmp_path).load(tmp_path / "checkpoint-000000001")) == 1

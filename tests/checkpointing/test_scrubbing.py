@@ -61,7 +61,7 @@ def test_results_are_kept_in_the_folder_of_the_checkpoints(tmp_path: Path, capsy
 
 
 def test_a_result_holds_for_the_checkpoint_that_was_read(tmp_path: Path) -> None:
-    """One that is written later under the same name counts from its own time; deleted ones leave the file."""
+    """A later one of the same name counts from its time; results of deleted ones are removed."""
     first, second = write(tmp_path, 1, 2)
     for path in (first, second):
         scrub_one(path, Pace(), nothing)
@@ -144,7 +144,7 @@ def test_all_tensor_bytes_count_and_reading_can_be_stopped(tmp_path: Path) -> No
         scrub_one(path, Pace(None, ended), nothing)
 
 
-class TestBesideATraining:
+class TestDuringTraining:
     def saver(self, folder: Path, **changes: Any) -> DefaultCheckpointer:
         changes = {"keep_last": None, "scrub_every_s": 1e-6, **changes}
         return DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(folder), **changes))
@@ -199,7 +199,7 @@ class TestBesideATraining:
         assert read_results(tmp_path) == {}
 
     def test_a_damaged_one_does_not_count_as_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It was intact when retention read it; the scrubber finds the damage of later."""
+        """It was intact when retention read it; the scrubber finds later damage."""
         monkeypatch.setattr(scrubbing, "read_at", _by_results)
         checkpointer = self.saver(tmp_path, keep_last=2, keep_best=0, scrub_every_s=1e-6)
         scrub, checkpointer._scrub = checkpointer._scrub, None

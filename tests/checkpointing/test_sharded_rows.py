@@ -1,4 +1,4 @@
-"""Which rows of which tensors each rank writes: each row once, and large copies by all ranks in turn."""
+"""The rows that each rank writes: each row once, and large copies by all ranks in turn."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_one_changed_bit_in_any_file_is_named(signed: Path, key: Path) -> None:
 
 
 def test_each_byte_of_the_signature_counts(tmp_path: Path, key: Path) -> None:
-    """But for spaces between its tokens, which mean nothing."""
+    """Except for spaces between its tokens, which have no meaning."""
     path = whole(tmp_path)
     sign_checkpoint(path, key)
     file = path / "SIGNATURE.json"
@@ -140,7 +140,7 @@ def _add_code(path: Path) -> str:
 
 
 def _add_a_huge_file(path: Path) -> str:
-    """Which is not read: that would take hours."""
+    """The file is not read: that would take hours."""
     with open(path / "huge", "wb") as file:
         file.truncate(1 << 40)
     return "huge was added"
@@ -187,7 +187,7 @@ def _replace_manifest(path: Path) -> str:
 
 
 def _change_a_weight_and_the_manifest(path: Path) -> str:
-    """All hashes of the library fit, as those of a write by an attacker do."""
+    """All hashes of the library are correct, as after a write by an attacker."""
     checkpoint = dataclasses.replace(make_checkpoint(1, step=4), metadata={"note": "other"})
     signature = (path / "SIGNATURE.json").read_bytes()
     shutil.rmtree(path)

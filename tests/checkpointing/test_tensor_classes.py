@@ -22,7 +22,7 @@ class Way(enum.Enum):
 
 
 class Halves(Tensor):
-    """A tensor that is stored as two halves, which an inner product of a real subclass would be."""
+    """A tensor that consists of two inner tensors."""
 
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor, way: Way) -> Any:

@@ -89,7 +89,7 @@ def test_mapped_tensors_may_be_changed_and_the_file_is_not(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("read", [read_tensors, map_tensors])
 @pytest.mark.parametrize("readers", [1, 3])
-def test_tensors_larger_than_a_chunk_and_many_small_ones(
+def test_large_tensors_and_many_small_ones_are_read_back(
     tmp_path: Path, read: Reader, readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksums, "READERS", readers)
@@ -172,7 +172,7 @@ def test_writing_from_an_iterator_holds_one_tensor_at_a_time(tmp_path: Path) -> 
             tensor = whole[number].clone()
             alive.append(number)
             weakref.finalize(tensor, alive.remove, number)
-            assert len(alive) <= 2  # the one before is let go when the next is there
+            assert len(alive) <= 2  # the previous one is released when the next exists
             yield f"row {number}", tensor
             del tensor
 

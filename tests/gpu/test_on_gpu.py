@@ -209,7 +209,9 @@ class Watched(Classifier):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize(("backend", "expected"), [("sp", 0), ("sp-bf16", 0), ("sp-amp", 1)])
-def test_waits_of_a_step(backend: str, expected: int, optimizers: int, fused: bool, tmp_path: Path) -> None:
+def test_only_amp_waits_for_the_device_in_a_step(
+    backend: str, expected: int, optimizers: int, fused: bool, tmp_path: Path
+) -> None:
     module = Watched(optimizers, fused)
     with warnings.catch_warnings(record=True) as module.waits:
         warnings.simplefilter("always")
@@ -313,7 +315,7 @@ def test_no_rank_steps_with_gradients_that_were_not_reduced() -> None:
 
 
 @on_mac
-def test_a_run_on_mps(tmp_path: Path) -> None:
+def test_a_run_on_mps_equals_one_on_the_cpu(tmp_path: Path) -> None:
     module = Classifier(numbers(40), validate=True, scheduler=True)
     saving = ts.DefaultCheckpointerArguments()
     trainer = train(module, tmp_path, device="mps", log_every=2, clip_grads=False, checkpointer_args=saving)

@@ -1,4 +1,4 @@
-"""Epsilon is an upper bound that behaves like one, comes in time, and can be inverted."""
+"""Epsilon is a monotone upper bound, is computed within seconds, and can be inverted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("accountant", ["prv", "rdp"])
 
 
 def exact_delta_of_one_step(epsilon: float, sigma: float, q: float, *, removed: bool) -> float:
-    """The hockey stick between N(0) and (1-q) N(0) + q N(1): where the mixture exceeds e^epsilon, and the reverse."""
+    """The hockey-stick divergence between N(0) and (1-q) N(0) + q N(1), in one direction or the other."""
     growth = math.expm1(epsilon if removed else -epsilon) / q
     if growth <= -1:
         return 0.0  # the mixture never falls so far
@@ -54,12 +54,12 @@ def test_one_step_is_bounded_as_closely_as_stated(sigma: float, q: float) -> Non
 
 @given(st.floats(0.5, 3), st.floats(0.01, 0.9), st.floats(0.01, 3))
 def test_adding_a_record_reveals_less_than_removing_one(sigma: float, q: float, epsilon: float) -> None:
-    """So it is enough that opacus' prv accounts for one direction only."""
+    """So it suffices that opacus' prv accounts for one direction."""
     removed = exact_delta_of_one_step(epsilon, sigma, q, removed=True)
     assert exact_delta_of_one_step(epsilon, sigma, q, removed=False) <= removed + 1e-12
 
 
-# --- an upper bound behaves
+# --- monotony
 
 
 @settings(max_examples=EXAMPLES // 5)
@@ -108,7 +108,7 @@ def test_a_mixed_history_spends_between_its_maximum_and_its_sum(accountant: str)
     assert max(alone) < together < sum(alone)
 
 
-# --- the corners in which the accountants underneath fail or dawdle
+# --- inputs on which the accountants of other libraries fail or are slow
 
 
 @both
@@ -129,7 +129,7 @@ def test_nothing_spent_is_zero_and_no_noise_is_infinite(accountant: str) -> None
         [(1.0, 0.01, 10_000_000)],
         [(1.0 + 0.01 * k, 0.01, 30) for k in range(30)],
     ],
-    ids=["hopeless", "more hopeless", "long", "30 kinds of noise"],
+    ids=["large epsilon", "larger epsilon", "long", "30 kinds of noise"],
 )
 def test_difficult_histories_fall_back_to_renyi_accounting_within_seconds(
     history: list[tuple[float, float, int]],
@@ -147,14 +147,14 @@ def test_a_long_history_is_still_accounted_for_tightly() -> None:
 
 
 def test_renyi_accounting_handles_deltas_near_the_rounding_of_the_transform() -> None:
-    """There opacus' prv is off by units, in either direction: 4.7 instead of 1.5 in the first of these."""
+    """There the errors of opacus' prv exceed 1 in both directions: 4.7 instead of 1.5 in the first case."""
     for delta in (1e-12, 1e-11, 1e-10):
         history = [(1.0, 0.001, 30_000)]
         assert epsilon_of(history, delta) == epsilon_of(history, delta, "rdp")
 
 
 def test_renyi_accounting_has_no_floor() -> None:
-    """opacus' orders end at 63, which leaves 0.1 however little was spent."""
+    """opacus' orders end at 63, so its smallest epsilon is about 0.1."""
     assert epsilon_of([(500.0, 0.001, 3)], 1e-5, "rdp") < 0.01
 
 
@@ -186,7 +186,7 @@ def test_accountants_that_report_too_little_are_refused() -> None:
         epsilon_of([(1.0, 0.1, 3)], 1e-5, "gdp")
 
 
-# --- the way back
+# --- noise and steps from epsilon
 
 
 @both

@@ -1,4 +1,4 @@
-"""Probes of plain attributes do not change the current step, and see attributes that carry records into later steps."""
+"""Probes of plain attributes do not change the current step, and find those that carry records into later steps."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def test_automatic_clipping_divides_by_the_norm_and_a_constant() -> None:
 
 def test_adaptive_clipping_counts_unclipped_records_minus_half_of_all() -> None:
     clipper = AdaptiveClipper(2.0)
-    clipper.factors(SQUARES)  # one above, two within
-    clipper.factors(torch.tensor([[math.inf], [0.0]]))  # counts for nothing
+    clipper.factors(SQUARES)  # one norm above the limit, two within it
+    clipper.factors(torch.tensor([[math.inf], [0.0]]))  # a record that is not finite counts as 0
     assert float(clipper.pop_counts()) == -0.5 + 0.5 + 0.5
     clipper.limit = 10.0
     clipper.factors(SQUARES)

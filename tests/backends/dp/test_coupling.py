@@ -1,4 +1,4 @@
-"""Code that would let one record see another in `bookkeeping` is refused there, or taken record by record."""
+"""Code that would couple records in `bookkeeping` is refused there, or applied record by record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainstack.backends.dp.modes.selection import choose_mode
 
 
 class Centring(torch.autograd.Function):
-    """Whose rule for `vmap` sees all records, in both directions."""
+    """A function whose `vmap` rule gets all records, in both passes."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_an_operation_that_could_couple_records_is_refused(what: str) -> None:
 
 
 class CentredGradient(Doubled):
-    """Whose backward pass alone mixes records."""
+    """A function that mixes records in its backward pass only."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

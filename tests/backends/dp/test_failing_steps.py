@@ -72,7 +72,7 @@ def test_an_exception_of_train_step_is_raised_unchanged(asked: str, error: Excep
 
 
 class Full(torch.autograd.Function):
-    """Its backward pass finds no memory, from the second record of a batch on."""
+    """Its backward pass runs out of memory for more than one record."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def test_seeds_of_the_script_do_not_determine_the_masks(mode: str, dataset: Any,
 
 
 class SeedsInHooks(Recorded):
-    """Seeds all generators wherever it may, and holds one with a constant seed."""
+    """Seeds all generators in each hook, and holds one with a constant seed."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset, dropout=0.5)

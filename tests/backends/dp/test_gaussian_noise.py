@@ -1,4 +1,4 @@
-"""Noise is normal up to its tails, and has no grid; masks come from a stream once."""
+"""Noise is normal up to its tails and has no grid; no stream of masks is used twice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_all_float32_results_are_reached(scale: float) -> None:
     """float32 numbers that are multiplied by 1.1 leave out one result in ten around 1.5."""
     low = np.float32(1.5)
     drawn = fast_normal(words(3), 3_000_000, scale).numpy()
-    # The last 6 bits, of numbers in a binade, are as good as uniform.
+    # The last 6 bits of numbers in a binade are nearly uniform.
     bits = drawn[(drawn >= low * scale / 1.5) & (drawn < low * scale / 1.5 * 1.5)].view(np.int32) & 63
     assert stats.chisquare(np.bincount(bits, minlength=64)).pvalue > 1e-4
 

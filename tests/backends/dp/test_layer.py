@@ -1,4 +1,4 @@
-"""The private step, held against the same training written out in plain PyTorch."""
+"""The private step, compared with the same training in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_one_more_record_moves_the_release_within_the_limit(shape: str, mode: st
     batches = make(shape)[1]
     x, y = batches(9)
     if x.is_floating_point():
-        x[8] *= 30  # an outlier, which is there or is not
+        x[8] *= 30  # an outlier in one of the two runs
     data, released, refusal = torch.utils.data.TensorDataset(x, y), [], ""
     for records in (9, 8):
         module = Shaped(make(shape, per_record=mode == "ghost")[0], data, range(records))

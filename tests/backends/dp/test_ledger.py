@@ -1,4 +1,4 @@
-"""However a process ends, the ledger has at least the steps that it took, and at most a block more."""
+"""After any end of a process, the ledger has at least the steps that it took, and at most a block more."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_the_tolerance_scales_with_own_and_largest_gradients(parameter: int) -> 
 
 
 class ZeroGradient(Shape):
-    """The bias of the convolution and of the first norm have no gradient, for a group has one channel."""
+    """The biases of the first convolution and norm have no gradient, because each group has one channel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def train(module: Any, directory: Path, *, size: int = RECORDS, grad_mode: Any =
 
 
 class ScaledTogether(Dataset[Any]):
-    """Loads samples together, and turns them round where one of them is marked."""
+    """Loads samples together, and negates all of them if a marked one is among them."""
 
     def __init__(self, inner: TensorDataset) -> None:
         self.inner = inner
@@ -129,7 +129,7 @@ def test_a_schedule_reads_no_value_of_a_forward_pass(tmp_path: Path) -> None:
 
 
 class TurnsAfterMarked(ScaledTogether):
-    """Turns round all samples after that of the first record, which it keeps in a number."""
+    """Negates all samples after the marked first record, whose value it keeps as a number."""
 
     kept = 1.0
 
@@ -159,9 +159,9 @@ _LAST, _IN_ORDER, _LONGEST = [0], [0], [0]
 
 
 class KeepsInGlobals(ScaledTogether):
-    """Turns all samples round once eight have followed each other, as in a step over all records.
+    """Negates all samples after eight consecutive ones, as in a step over all records.
 
-    Records that are tried out before the first step are in random order, in which a few follow each other by chance.
+    Records that are probed before the first step are in random order, in which a few are consecutive by chance.
     """
 
     def __getitem__(self, index: int) -> Any:

@@ -1,4 +1,4 @@
-"""opacus is imported when a number is asked for, leaves no trace in logging, and is asked for by name when missing."""
+"""opacus is imported for the first computation, does not configure logging, and the error names it if it is missing."""
 
 from __future__ import annotations
 

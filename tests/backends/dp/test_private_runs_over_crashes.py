@@ -1,4 +1,4 @@
-"""The promises of a private run over crashes and resumes: its budget, its account, its randomness."""
+"""Budget, account and randomness of a private run over crashes and resumes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trainstack.backends.workload import TrainingSet
 
 @pytest.fixture(autouse=True)
 def _time_for_all_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with other work loads fewer of 200 records in a second, so that the one in question is left out."""
+    """A busy machine loads fewer of the 200 records in a second, and might omit the tested one."""
     monkeypatch.setattr(checks, "_SECONDS", 600.0)
 
 
@@ -136,7 +136,7 @@ def test_probing_records_leaves_the_generators_of_the_run_unchanged(tmp_path: Pa
 
 
 def test_a_coupling_of_records_with_short_gradients_is_found() -> None:
-    """The trial clips all gradients: its limit follows from the shortest, and a record without one does not count."""
+    """The probe clips all gradients: its limit is that of the shortest one, without records whose gradient is 0."""
     gradients = torch.zeros(4, 4)
     gradients[[0, 1, 2], [0, 1, 2]] = torch.tensor([1e-4, 1e-4, 1.0])
 

@@ -1,4 +1,4 @@
-"""Figures that TF-Privacy, Opacus and dp_accounting publish in their tests, to the digits in which they stand there."""
+"""Figures from the tests of TF-Privacy, Opacus and dp_accounting, to all published digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private training over processes: one mechanism, however many carry it out."""
+"""Private training over processes: one mechanism for any number of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOISY = {"noise_multiplier": 0.7}
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.processes
 def test_processes_run_the_mechanism_of_one_process(size: int, tmp_path: Path) -> None:
-    batch = 8  # which 3 processes cannot divide, and need not: they share a sample of random size
+    batch = 8  # 3 processes cannot divide it evenly, but they share samples of random size
     runs = {
         "plain": {"epochs": 2, "train_batch_size": batch},
         "chunks": {"epochs": 2, "train_batch_size": batch, "gpu_batch_size_limit": 1},

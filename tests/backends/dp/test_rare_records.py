@@ -1,4 +1,4 @@
-"""One record in 10,000 that a normalised loss would let through moves the sum by no more than the limit."""
+"""One rare record in 10,000 moves the sum within the limit, also under a normalised loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def class_weights(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Label 1 is that of a record of which nothing is known."""
+    """Label 1 marks a record without a known label."""
     return F.cross_entropy(logits, 0 * labels, reduction="none")[labels == 0].mean()
 
 
@@ -55,7 +55,7 @@ def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def weighted_by_the_batch(logits: Tensor, labels: Tensor) -> Tensor:
-    """One loss for each record, which depends on the others all the same."""
+    """One loss for each record, which nevertheless depends on the others."""
     weights = torch.tensor([1.0, 500.0])[labels]
     return F.cross_entropy(logits, labels, reduction="none") * weights / weights.mean()
 

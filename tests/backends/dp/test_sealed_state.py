@@ -158,7 +158,7 @@ def test_a_late_write_in_the_forward_pass_is_refused(write: Callable[..., None],
     name = "bias" if write in (of_parameter, of_parameter_by_swap) else "buffer"
     seen_at_once = write in (in_place, by_assignment, of_parameter_by_swap)
     what = ["changes in a forward pass"] if seen_at_once else []
-    what.append("has changed, but not by an optimizer step")  # by one of the comparisons between forward passes
+    what.append("has changed, but not by an optimizer step")  # found by a comparison between forward passes
     assert any(f"{name} {words}" in str(raised.value) for words in what)
     assert "global step 3" in " ".join(raised.value.__notes__)
 
@@ -383,7 +383,7 @@ def test_an_attribute_that_is_written_late_is_refused(write: Callable[..., None]
 
 
 class Harmless(Net):
-    """Counts, logs and keeps to look at, and builds a table that depends on no record."""
+    """Counts, logs, keeps values without influence, and builds a table that depends on no record."""
 
     table: Any = None
 

@@ -64,7 +64,7 @@ def check_bound(directory: Path) -> None:
 
 
 SEEN: list[int] = []
-"""Steps in which `Watching` has looked; no attribute, for those are put back in each step."""
+"""Steps in which `Watching` compared; not an attribute, because attributes are restored in each step."""
 
 
 class Watching(Classifier):
@@ -375,7 +375,7 @@ def test_the_command_line_prints_the_account_of_a_dataset(tmp_path: Path, capsys
     assert "all runs released, if they are 10:" in capsys.readouterr().out
 
 
-# --- facts other than the steps: neither the file nor the command line forgets them
+# --- facts other than the steps, in the file and on the command line
 
 
 class Killed(BaseException):
@@ -402,7 +402,7 @@ def writes(trainer: ts.Trainer) -> None:
 
 
 def killed(directory: Path, step: int, *more: Scripted, args: Any = None, **changes: Any) -> None:
-    """Break off after global step `step`, without a checkpoint."""
+    """Train until the end of global step `step`, then raise without a checkpoint."""
     trainer = ts.Trainer(
         Classifier(),
         private(directory, args or promise(**NOISY), **{"checkpointer_args": RARELY, "epochs": 2, **changes}),
@@ -428,7 +428,7 @@ def test_overrides_after_the_last_checkpoint_are_stated(tmp_path: Path) -> None:
     told = current_statement(tmp_path)
     assert (told.epsilon, told.delta, told.covered) == (None, None, ())
     assert any("expose_records" in reason for reason in told.overrides)
-    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which knows nothing of them
+    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which has no record of them
     assert resumed.epsilon is None
     assert any("recorded without noise" in line for line in resumed.not_covered)
 

@@ -42,7 +42,7 @@ def train_step(model: nn.Module, batch: Any) -> Any:
 
 
 class Steep(Rated):
-    """Its losses grow with the inputs, above any range, and fall below it for other labels."""
+    """Its losses exceed any range for large inputs, and are negative for some labels."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         found = super().train_step(global_step, batch, device)
@@ -66,7 +66,7 @@ def joint_sum(data: TensorDataset, mode_type: Any, clipping: str, count_noise: f
         mode.add(train_step, batch, len(batch[0]))
         telemetry.check_observed(len(batch[0]))
     sums = telemetry.pop_sums(torch.device("cpu"))
-    # One noise of sigma times the sensitivity is on every coordinate, so a coordinate's unit follows from its noise.
+    # All coordinates have noise of sigma times the sensitivity, so the noise of a coordinate gives its unit.
     joint = clipper.sensitivity * telemetry.stretch
     scaled = sums * joint / torch.tensor(telemetry.deviations)
     return torch.cat([*(part.flatten() for part in mode.pop_sums()), scaled]), joint

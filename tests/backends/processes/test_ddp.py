@@ -1,4 +1,4 @@
-"""`ddp`: results do not depend on how many processes there are."""
+"""`ddp`: results do not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_few_samples_on_many_processes(size: int, count: int) -> None:
 
 
 def test_a_sampler_that_shards_the_data_is_refused() -> None:
-    """A sampler of torch's, a batch sampler over one, and a batch sampler of a user; for each use of a loader."""
+    """A sampler of torch, a batch sampler over it and a batch sampler of a user, for each use of a loader."""
     for rank in run_world(2, evaluation.own_sampler):
         assert len(rank) == 9
         for said in rank:
@@ -108,7 +108,7 @@ def test_a_loss_over_tokens_counts_by_tokens_over_processes() -> None:
 
 @pytest.mark.parametrize("limit", [512, 1])
 def test_samples_of_weight_zero_leave_unused_parameters_unchanged(limit: int) -> None:
-    """The weights decay, but not those that are unused, and none in a step of no items on any process."""
+    """Weight decay changes no unused parameter, and no parameter in a step without items on all processes."""
     expected = picky(backend="sp")
 
     for rank in run_world(2, training.picky, limit=limit, find_unused_parameters=True):
@@ -147,7 +147,7 @@ def test_without_a_trainer_ranks_without_batches_join_further_steps() -> None:
 
 
 def whole_steps(sizes: list[int]) -> list[float]:
-    """Weights after plain steps of SGD on 12 samples, cut into batches of so many."""
+    """Weights after plain steps of SGD on 12 samples, in batches of these sizes."""
     data = numbers(12, dtype=torch.float64)
     module = Classifier(data, dtype=torch.float64)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -235,7 +235,7 @@ def test_a_wrong_option_of_ddp_is_refused_with_a_correction(option: str, said: s
 
 @pytest.mark.spec("F209")
 def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
-    # under torchrun, whose agent keeps the word that rank 0 leaves when it goes
+    # under torchrun, whose agent keeps the report that rank 0 leaves in the store when it ends
     main, other = run_agents(1, 2, failures.background_failure, directory=str(tmp_path))
 
     assert main["error"].startswith("CheckpointError: ")
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: 
 
 
 def test_a_loader_with_a_state_continues_over_processes(tmp_path: Path) -> None:
-    """Every process reads all batches and trains on every second; 21 batches, 4 a step, 6 steps an epoch."""
+    """Each process reads all batches and trains on every second one: 21 batches, 4 a step, 6 steps an epoch."""
     start = ts.export_model(Classifier(seed=9), tmp_path / "start")
     made = {"init_weights_from": str(start)}
     whole = run_world(2, checkpoints.streams, directory=str(tmp_path / "whole"), **made)
@@ -293,5 +293,5 @@ def test_without_a_launcher_ddp_says_how_to_start_one(monkeypatch: pytest.Monkey
 
 
 def test_gradients_are_bucket_views_unless_zero_grad_is_overridden() -> None:
-    """G-5, P-M8: else each gradient is kept twice."""
+    """G-5, P-M8: otherwise each gradient is kept twice."""
     assert run_world(2, training.bucket_views) == [[True, False, False]] * 2

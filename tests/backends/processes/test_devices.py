@@ -1,4 +1,4 @@
-"""Which device a process takes, and which string `auto` becomes."""
+"""The device of a process, and the string that `auto` stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges of ranks: without pickle, named, in one collective; ranks that are in different ones are told so."""
+"""Exchanges between ranks: named, without pickle, in one collective. Ranks in different exchanges raise an error."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_values_reach_all_ranks_and_refused_ones_raise_on_all() -> None:
         assert numbers == "PeerError: numbers: the ranks sum different amounts of numbers: [0, 50, 100]."
     assert ranks[0]["sums"] == ranks[1]["sums"] == ranks[2]["sums"], "the same bits"
     expected = [(1e16 + -1e16 + 1.0).hex(), (0.0 + 0.2 + 0.1).hex()]
-    assert ranks[0]["sums"] == [expected] * 3, "rank 2 gives its numbers to rank 0, before 0 and 1 add up"
+    assert ranks[0]["sums"] == [expected] * 3, "rank 0 adds the numbers of rank 2 before those of rank 1"
 
 
 def test_ranks_in_different_exchanges_get_both_places() -> None:
@@ -72,7 +72,7 @@ def test_a_gather_on_one_rank_alone_fails_on_both() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["validate", "save_checkpoint"])
 def test_a_rank_that_calls_a_method_alone_never_meets_gradients(call: str, tmp_path: Path) -> None:
-    """Not even with batch norm, whose buffers are broadcast: no rank is aborted, and both are told both places."""
+    """Also with batch norm, whose buffers are broadcast: no rank is aborted, and both errors name both places."""
     for said in run_world(2, wire.alone_in, fresh=True, call=call, directory=str(tmp_path)):
         assert said.startswith("PeerError: ")
         assert ("> on_end_train_step > validate > " if call == "validate" else "> save > ") in said

@@ -1,4 +1,4 @@
-"""When one process fails or does not start, no other waits for it without an end, and each reports the cause."""
+"""If a process fails or does not start, the others end within a bounded time, and each reports the cause."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Visits(nn.Module):
-    """Initializes all parts once more when they are made, in a call for each; one changes a part of its child."""
+    """Initializes all parts a second time in the constructor, with a call for each part; one call changes a child."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks over a network: where it is cut each rank ends in time, and on one host nothing listens outside of it."""
+"""Ranks over a network: each rank ends in time when it is cut, and on one host no port is open to other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of ranks that do not answer: their host, since when, and the likely reason first."""
+"""The report on ranks that do not answer: their host, the time since the last answer, the likely reason first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_closed_connections_point_to_a_process_before_the_network() -> None:
     assert "network between it and a is interrupted" in said[4]
 
 
-@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "")], ids=["one host", "a rank that never said anything"])
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "")], ids=["one host", "a rank without any report"])
 def test_the_network_is_not_blamed_without_a_lost_host(hosts: tuple[str, str]) -> None:
     said = missing_peers(0, TIMED_OUT, {0: place(hosts[0]), 1: place(hosts[1], True, 5)})
     assert "  rank 1: does not answer. Last known 5 s ago: global step 3" in said

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 def leave(what: str = "nothing") -> dict[str, Any]:
-    """Use a group, then leave something behind; the process, and the first number of its generator."""
+    """Use a group, then leave a change in the process. Returns the process number and the first random number."""
     drawn = torch.rand(1).item()
     if what != "a killed rank":  # whose peer would wait for it at the end
         dist.init_process_group("gloo", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=RANK, world_size=2)

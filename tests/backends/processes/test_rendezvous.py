@@ -1,4 +1,4 @@
-"""Only a rank of this run may join, with its secret, and no rank waits for one that has failed."""
+"""Only ranks of this run with its secret may join, and no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestRuns:
         assert main.result(patience(10))[1][1].nonce == "a1"
 
     def test_rank_0_at_localhost_may_serve_other_hosts(self) -> None:
-        """Kubeflow's first operator; LOCAL_WORLD_SIZE says that all ranks are here."""
+        """As under Kubeflow's first operator. LOCAL_WORLD_SIZE states that all ranks are on this host."""
         variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         for more, one_host in (({}, False), ({"LOCAL_WORLD_SIZE": "2"}, True)):
             environ = {**variables, **more}
@@ -92,7 +92,7 @@ class TestRuns:
     def test_entries_of_an_earlier_group_are_ignored(self) -> None:
         meeting = Meeting()
         for number in range(3):
-            late = meeting.come(member("A", f"{number}-1"), 1)  # it sees the round before
+            late = meeting.come(member("A", f"{number}-1"), 1)  # it reads the earlier round
             main = meeting.come(member("A", f"{number}-0"), 0)
             assert late.result(patience(10))[0] == main.result(patience(10))[0] == f"{number}-0"
 

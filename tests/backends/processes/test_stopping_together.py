@@ -1,4 +1,4 @@
-"""Several processes stop together when any of them is asked, and the resumed run has the bits of the unbroken one."""
+"""All processes stop together when one gets a stop signal, and the resumed run has the bits of an unbroken one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(
 
 
 def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """The same in forked ranks, which import nothing again. A rank that gets a signal is not used again."""
+    """The same in forked ranks, which import no module again. The pool replaces ranks that get a signal."""
     return run_world(2, stopping.left_behind, fresh="ranks" in options, directory=str(folder), **options)
 
 
@@ -102,7 +102,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(who: str, tmp_path: Path)
     assert stopped_together(tmp_path, ranks) in expected
     if options["at"] == "val2":
         assert ranks[1]["batches"] == 2
-        assert ranks[0]["batches"] < 31, "the other process hears of it before it is through"
+        assert ranks[0]["batches"] < 31, "the other process stops before the end of its validation"
     continues_exactly(tmp_path)
 
 

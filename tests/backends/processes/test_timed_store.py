@@ -64,7 +64,7 @@ def test_a_silent_store_is_named_when_the_timeout_expires(behind_proxy: Any) -> 
     assert store.silent_s >= 0.4
 
     proxy.open.set()
-    assert store.get("a") == "1"  # an interruption does no harm
+    assert store.get("a") == "1"  # a timeout does not close the connection
     deadline = time.monotonic() + patience(5)
     while store.silent_s and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -33,7 +33,7 @@ def flat(packed: Any) -> torch.Tensor:
 
 
 def sent(value: Any, **options: Any) -> Any:
-    """`value` as another rank gets it that has sent the same kind of value."""
+    """`value` after a transfer to a rank that has sent a value of the same kind."""
     message = encode(value, **options)
     return decode_packed(flat(message.packed()), message.classes, **options)
 
@@ -126,7 +126,7 @@ def test_tensors_of_all_dtypes_keep_their_bits(large: bool) -> None:
     assert done >= 20
 
 
-def test_tensors_in_unusual_states() -> None:
+def test_tensors_in_unusual_states_become_plain_tensors() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for tensor in (
         base.T, base[:, ::2], base[1, 2], base[:0], base.expand(2, 3, 4), base.clone().requires_grad_() * 2,
@@ -164,7 +164,7 @@ def test_a_message_shares_no_memory_and_repeats_no_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors() -> None:
+def test_sparse_tensors_keep_layout_and_values() -> None:
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     doubled = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
     blocks = dense.to_sparse_bsr((1, 1)), dense.to_sparse_bsc((1, 1))
@@ -176,7 +176,7 @@ def test_sparse_tensors() -> None:
     assert sent(dense.to_sparse().coalesce()).is_coalesced()
 
 
-def test_arrays() -> None:
+def test_arrays_keep_dtype_shape_and_values() -> None:
     base = np.arange(12.0).reshape(3, 4)
     frozen = base.copy()
     frozen.flags.writeable = False
