@@ -108,14 +108,21 @@ def test_a_store_that_ignores_the_condition_is_refused(monkeypatch: pytest.Monke
 
 def test_one_process_owns_an_address_until_it_is_silent() -> None:
     leases = RemoteLeases(ObjectStore(RUN))
-    first = Lease.acquire([leases], timeout_s=0.6)
+    first = Lease.acquire([leases], timeout_s=0.3)
     with pytest.raises(ts.LeaseError, match=rf"{RUN} is in use by another run: process"):
-        Lease.acquire([leases], timeout_s=0.6)
+        Lease.acquire([leases], timeout_s=0.3)
     first.release()
-    second = Lease.acquire([leases], timeout_s=0.6)
+    second = Lease.acquire([leases], timeout_s=0.3)
     assert second.counter == 2
     assert ObjectStore(RUN).list().keys() == {".lease/000000002.json"}
-    second.release()
+
+    second._ended.set()  # it no longer renews, as if its process were stopped
+    second._thread.join()
+    third = Lease.acquire([leases], timeout_s=0.3)
+    assert third.counter == 3
+    with pytest.raises(ts.LeaseError):
+        second.verify()
+    third.release()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------

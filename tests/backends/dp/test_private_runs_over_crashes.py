@@ -280,14 +280,16 @@ def test_a_secret_number_of_records_is_in_no_file(
 # --- randomness
 
 
-def test_the_seed_determines_neither_samples_nor_noise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("noise", "batch"), [(0.0, 4), (1.0, 16)], ids=["samples", "noise"])
+def test_the_seed_determines_neither_samples_nor_noise(noise: float, batch: int, tmp_path: Path) -> None:
+    """Without noise only the samples can differ; where each step takes all records, only the noise."""
     released = []
     for name in ("one", "other"):
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        module = Recorded(numbers(60))
-        trained(module, tmp_path / name, promise(**NOISY), seed=0, train_batch_size=1)
+        module = Recorded(numbers(16), lr=0.0)
+        trained(module, tmp_path / name, promise(noise_multiplier=noise), seed=0, train_batch_size=batch, epochs=4)
         released.append(module.released)
-    assert all(float((a - b).norm()) > 0 for a, b in zip(*released, strict=True))
+    assert any(float((a - b).norm()) > 1e-3 for a, b in zip(*released, strict=True))
 
 
 @pytest.mark.parametrize("secure", [False, True])

@@ -275,14 +275,16 @@ def test_a_copy_without_its_original_says_moved_or_copied(tmp_path: Path) -> Non
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_waits_for_another_that_writes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, half = tmp_path / "privacy.ledger", tmp_path / "half"
+    path, half, asked = (tmp_path / name for name in ("privacy.ledger", "half", "asked"))
     child = os.fork()
     if child == 0:
 
         def slowly(descriptor: int, data: bytes) -> None:
             os.write(descriptor, data[:20])
             half.touch()
-            time.sleep(1.0)
+            while not asked.exists():
+                time.sleep(0.005)
+            time.sleep(0.05)
             os.write(descriptor, data[20:])
 
         monkeypatch.setattr(ledger_file, "write", slowly)
@@ -292,6 +294,14 @@ def test_a_process_waits_for_another_that_writes_a_line(tmp_path: Path, monkeypa
         os._exit(1)
     while not half.exists():
         time.sleep(0.005)
+    fcntl = pytest.importorskip("fcntl")
+    lock = fcntl.flock
+
+    def noted(*args: int) -> None:
+        asked.touch()
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
     SpendLedger(path, block=1).charge("parent", SIGMA, Q)
     assert os.waitpid(child, 0)[1] == 0
     assert SpendLedger(path).runs() == {"parent": 1, "child": 1}

@@ -13,7 +13,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_agents, run_world
 from tests.helpers.workers import checkpoints, collectives, evaluation, failures, training
-from tests.helpers.workers.training import Uneven, equality, picky
+from tests.helpers.workers.training import equality, picky
 
 pytestmark = pytest.mark.distributed
 
@@ -199,8 +199,13 @@ def test_successive_trainers_each_join_a_new_group(tmp_path: Path) -> None:
         assert runs == runs[:1] * 5
 
 
-def test_uneven_empty_and_nested_values_are_gathered() -> None:
-    for rank in run_world(3, collectives.gathered):
+@pytest.fixture(scope="module")
+def gathered() -> list[dict[str, Any]]:
+    return run_world(3, collectives.gathered)
+
+
+def test_uneven_empty_and_nested_values_are_gathered(gathered: list[dict[str, Any]]) -> None:
+    for rank in gathered:
         assert rank["rows"] == [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0], [23.0, 24.0, 25.0]]
         assert rank["flags"] == [False, False, True]
         assert rank["scalar"] == [0, 1, 2]
@@ -209,8 +214,8 @@ def test_uneven_empty_and_nested_values_are_gathered() -> None:
         assert rank["pair"] == [[0, 1, 2], [3, 0]]
 
 
-def test_mismatched_outputs_are_refused_on_all_processes() -> None:
-    for rank in run_world(3, collectives.gathered):
+def test_mismatched_outputs_are_refused_on_all_processes(gathered: list[dict[str, Any]]) -> None:
+    for rank in gathered:
         widths, keys, dtypes = rank["refused"]
         assert "rows of shape (3,), torch.float32 on ranks [0, 2]" in widths
         assert "rows of shape (4,), torch.float32 on ranks [1]" in widths
@@ -282,14 +287,6 @@ def test_explain_names_the_collectives() -> None:
     assert "forward ddp > amp > sp" in told
     assert "ddp one all-reduce a gradient bucket each global step" in told
     assert "collective operations:" not in ts.explain("sp-amp")
-
-
-def test_without_a_launcher_ddp_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-    with pytest.raises(ts.ConfigurationError, match="torchrun"):
-        ts.Trainer(Uneven(), arguments(tmp_path, backend="ddp")).train()
 
 
 def test_gradients_are_bucket_views_unless_zero_grad_is_overridden() -> None:
