@@ -35,7 +35,7 @@ def trained(module: Any, directory: Path, args: Any = None, **changes: Any) -> t
 
 
 @pytest.mark.spec("PMB-13")
-@pytest.mark.parametrize("mode", ["auto", "bookkeeping", "vmap", "hooks", "loop"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("bookkeeping", marks=pytest.mark.long), "vmap", "hooks", "loop"])
 def test_without_noise_a_step_is_the_mean_of_clipped_gradients(mode: str, tmp_path: Path) -> None:
     module = TwoOptimizers()
     trainer = trained(module, tmp_path, promise(grad_mode=mode), epochs=2)
@@ -64,7 +64,13 @@ def test_schedulers_advance_once_a_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    [("sp-dp", "auto"), ("sp-dp", "vmap"), ("sp-dp", "hooks"), ("sp-dp-bf16", "auto"), ("sp-dp-bf16", "vmap")],
+    [
+        ("sp-dp", "auto"),
+        pytest.param("sp-dp", "vmap", marks=pytest.mark.long),
+        ("sp-dp", "hooks"),
+        ("sp-dp-bf16", "auto"),
+        ("sp-dp-bf16", "vmap"),
+    ],
 )
 def test_norms_are_those_of_float32_also_in_half_precision(backend: str, mode: str, tmp_path: Path) -> None:
     module = Recorded(numbers(30))
@@ -97,11 +103,20 @@ def test_empty_samples_are_steps_like_others(tmp_path: Path) -> None:
     assert [count > 0 for count in handed_over] == [count > 0 for count in drawn]  # 0 rows of a borrowed record
 
 
-@pytest.mark.parametrize(
-    "mode",
-    ["auto", "bookkeeping", *(pytest.param(m, marks=pytest.mark.slow) for m in ("vmap", "hooks", "loop", "ghost"))],
-)
-@pytest.mark.parametrize("shape", SHAPES)
+EACH_MODE = ("plain", "tied modules", "contrastive")
+"""Shapes that are tried under each mode in each run; one that all modes take, one that some refuse, one that all do."""
+
+
+def by_mode() -> list[Any]:
+    """Each shape under each mode. The sums of each mode over each shape are in `test_modes`."""
+    return [
+        pytest.param(shape, mode, marks=() if mode == "auto" or shape in EACH_MODE else pytest.mark.long)
+        for shape in SHAPES
+        for mode in ("auto", "bookkeeping", "vmap", "hooks", "loop", "ghost")
+    ]
+
+
+@pytest.mark.parametrize(("shape", "mode"), by_mode())
 def test_one_more_record_moves_the_release_within_the_limit(shape: str, mode: str, tmp_path: Path) -> None:
     """Or the module is refused, and the message names the fault."""
     batches = make(shape)[1]

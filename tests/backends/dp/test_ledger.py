@@ -251,7 +251,7 @@ def wait_for(steps: int, truth: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_a_killed_run_reports_at_least_the_steps_it_took(tmp_path: Path, seed: int) -> None:
     truth, moments = tmp_path / "truth", random.Random(seed)
     truth.touch()

@@ -16,7 +16,7 @@ NOISY = {"noise_multiplier": 0.7}
 
 
 @pytest.mark.spec("PMB-22")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.processes
 def test_processes_run_the_mechanism_of_one_process(size: int, tmp_path: Path) -> None:
     batch = 8  # 3 processes cannot divide it evenly, but they share samples of random size

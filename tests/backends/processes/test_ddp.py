@@ -170,7 +170,7 @@ def test_gradients_are_the_only_collective_of_a_step(accumulation: int) -> None:
 
 
 @pytest.mark.spec("FN-46", "HZ-28")
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_a_run_continues_over_another_number_of_processes(before: int, after: int, tmp_path: Path) -> None:
     cut = run_world(before, training.equality, directory=str(tmp_path), every_n_steps=1, module={"stop_at": 6})
     resumed = run_world(after, training.equality, directory=str(tmp_path), every_n_steps=1, resume=True)
@@ -184,7 +184,7 @@ def test_a_run_continues_over_another_number_of_processes(before: int, after: in
         assert sorted(parts) == sorted(expected["seen"][step])
 
 
-@pytest.mark.parametrize("backend", ["ddp", "ddp-amp"])
+@pytest.mark.parametrize("backend", [pytest.param("ddp", marks=pytest.mark.long), "ddp-amp"])
 def test_a_resume_on_the_same_processes_has_the_same_bits(backend: str, tmp_path: Path) -> None:
     unbroken = run_world(2, checkpoints.noisy, directory=str(tmp_path / "unbroken"), backend=backend)
     run_world(2, checkpoints.noisy, directory=str(tmp_path / "cut"), backend=backend, stop_at=8)

@@ -23,8 +23,17 @@ SECONDS = patience(10)  # a rank without a message waits for half an hour
 
 
 @pytest.mark.spec("FN-35", "F209")
-@pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("how", ["raise", "hook", "validation"])
+@pytest.mark.parametrize(
+    ("how", "culprit"),
+    [
+        ("raise", 0),
+        ("raise", 1),
+        pytest.param("hook", 0, marks=pytest.mark.long),
+        ("hook", 1),
+        ("validation", 0),
+        pytest.param("validation", 1, marks=pytest.mark.long),
+    ],
+)
 def test_when_one_rank_raises_all_end_with_its_traceback(how: str, culprit: int, tmp_path: Path) -> None:
     results = run_world(2, failures.failure, fresh=True, directory=str(tmp_path), how=how, culprit=culprit)
 
@@ -116,7 +125,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.spec("PMB-17", "FN-01")
-@pytest.mark.parametrize("how", ["train_step", "validate", "get_optimizers"])
+@pytest.mark.parametrize("how", ["train_step", pytest.param("validate", marks=pytest.mark.long), "get_optimizers"])
 def test_no_rank_waits_for_a_failed_rank_in_adopted_groups(how: str, tmp_path: Path) -> None:
     """The group stays whole: another trainer can use it."""
     survivor, failed = run_world(2, failures.adopted_failure, fresh=True, how=how)

@@ -134,7 +134,9 @@ def test_one_process_trains_a_module_from_the_meta_device() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.long), ("fsdp", 3)]
+)
 def test_ranks_train_meta_modules_as_modules_from_the_cpu(backend: str, size: int) -> None:
     expected = run_world(size, meta.trained, on="cpu", backend=backend)
 

@@ -94,7 +94,10 @@ CASES: dict[str, tuple[dict[str, Any], range]] = {
 }
 
 
-@pytest.mark.parametrize("who", CASES)
+LONG = ("only the first", "one shortly before the end of an epoch")
+
+
+@pytest.mark.parametrize("who", [pytest.param(who, marks=pytest.mark.long if who in LONG else ()) for who in CASES])
 def test_a_signal_to_any_process_stops_all_at_one_step(who: str, tmp_path: Path) -> None:
     options, expected = CASES[who]
     ranks = run_ranks(tmp_path, **options)
