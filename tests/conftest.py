@@ -67,14 +67,6 @@ def records_of_all_levels() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_wait_for_the_disk() -> Iterator[None]:
-    """Make `os.fsync` return at once: it took a third of a training that saves, and matters at a power failure only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def no_global_torch_state_left() -> Iterator[None]:
     """Fail a test that does not restore a default of torch: the next test would run with the changed one."""

@@ -68,7 +68,7 @@ class OfClass:
 
     @property
     def drawn(self) -> float:
-        return BESIDE.random()
+        return NEARBY.random()
 
 
 class Net(nn.Module):
@@ -78,7 +78,7 @@ class Net(nn.Module):
         self.inner[0].value = value
 
 
-BESIDE, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
+NEARBY, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
 
 
 def draw_from(rng: Any) -> float:
@@ -167,7 +167,7 @@ def test_generators_named_by_classes_and_functions_are_reached() -> None:
         "rng": OfClass.rng,
         "by_name['rng']": OfClass.by_name["rng"],
         "global AUGMENTATION.value": AUGMENTATION.value,
-        "global BESIDE": BESIDE,
+        "global NEARBY": NEARBY,
         "global INDIRECT": INDIRECT,
     }
 
@@ -211,7 +211,7 @@ def test_no_code_of_the_objects_runs() -> None:
     assert list(find_generators(LazyDict(a=trap)).by_path) == ["['a'].rng"]
 
 
-def test_several_generators_in_a_set_have_no_order_and_are_named() -> None:
+def test_several_generators_in_a_set_are_reported_as_unsearched() -> None:
     assert find_generators(owner=Box({random.Random(1), random.Random(2)})).unsearched == ["owner.value"]
     assert not find_generators(owner=Box({"a", ("b", 1), (2, 3)})).unsearched
 

@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 class WithDefaults(dict[str, Any]):
-    """A constructor that takes no mapping, and an attribute in addition to the items."""
+    """Has a constructor that takes no mapping, and an attribute in addition to the items."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(x=torch.zeros(size))
@@ -33,7 +33,7 @@ class ItsOwnAttributes(dict[str, Any]):
 
 
 class LooksUp(dict[str, Any]):
-    """Raises KeyError for an attribute that there is not, `to` among them."""
+    """Raises KeyError for each missing attribute, `to` among them."""
 
     __getattr__ = dict.__getitem__
 
@@ -54,14 +54,14 @@ class MovesItself(dict[str, Tensor]):
         return f"moved itself to {device}"
 
 
-def test_a_packed_sequence_moves_itself_and_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     moved = ts.move_to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
 
     assert isinstance(moved, PackedSequence)
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
-def test_a_container_that_can_move_is_asked_to() -> None:
+def test_a_container_with_a_to_method_moves_itself() -> None:
     assert ts.move_to_device(MovesItself(x=torch.ones(1)), META) == "moved itself to meta"
 
 
@@ -99,7 +99,7 @@ def test_a_subclass_of_list_needs_no_call_of_its_constructor() -> None:
     assert (moved.size, moved[0].device.type) == ((4, 3), "meta")
 
 
-def test_tuples_and_their_items() -> None:
+def test_tuples_keep_their_classes_while_items_move() -> None:
     moved = ts.move_to_device((Message(torch.ones(1), "a"), [torch.ones(1)], torch.Size([2, 3]), None), META)
 
     assert type(moved) is tuple

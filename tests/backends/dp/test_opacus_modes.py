@@ -51,7 +51,7 @@ def test_random_numbers_in_a_step_are_refused(kind: Any, source: str) -> None:
         mode.add(run, vectors(4), 4)
 
 
-def test_dropout_that_does_nothing_is_allowed() -> None:
+def test_dropout_without_effect_is_allowed() -> None:
     module = Drawing(lambda x: nn.Dropout(0.0)(F.dropout(x, 0.5, training=False)))
     HooksMode(module, trained(module), FlatClipper(1.0)).add(run, vectors(4), 4)
 
@@ -63,7 +63,7 @@ class Weighted(Plain):
 
 
 @pytest.mark.parametrize("records", [3, 8])
-def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(records: int) -> None:
+def test_an_outlier_is_accepted_and_a_weighted_loss_is_refused(records: int) -> None:
     batch = vectors(records)
     batch[0][0] *= 300
     for _ in range(5):
@@ -124,7 +124,7 @@ class SampledByHand(Plain):
 
 @pytest.mark.parametrize("kind", [HooksMode, GhostMode])
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_a_grad_sampler_that_is_wrong_for_some_records_ends_the_run(
+def test_a_grad_sampler_wrong_for_some_records_ends_the_run(
     kind: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping

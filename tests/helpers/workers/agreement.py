@@ -1,4 +1,4 @@
-"""Runs whose ranks are not given the same."""
+"""Runs whose ranks have different settings."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
     data = numbers(41)
     swapped = TensorDataset(*(tensor.flip(0) for tensor in data.tensors)) if other else data
     return {
-        # differences that are refused
+        # settings that must agree
         "seed": {"args": {"seed": 1 + other}},
         "learning rate": {"make": lambda m: sgd(m, lr=0.02 if other else 0.01)},
         "optimizer class": {"make": lambda m: adam(m, torch.optim.AdamW if other else torch.optim.Adam)},
@@ -226,7 +226,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         "epochs": {"args": {"epochs": 1 + other}},
         "batch": {"args": {"train_batch_size": 8 + 4 * other}},
         "one weight": {"make": lambda m: touched(m, other)},
-        # further differences
+        # further settings that must agree
         "order of the data": {"data": swapped},
         "numpy dtype": {"data": Arrays(np.float32 if other else np.float64)},
         "class of the data": {"data": Reordered(*data.tensors) if other else data},
