@@ -45,7 +45,7 @@ def train_and_leave_carelessly(offset: int) -> dict[str, Any]:
 
 
 def raise_in_rank_1(pids: Path) -> None:
-    """Rank 0 hears no SIGTERM, as if it were stuck in a collective."""
+    """Rank 0 ignores SIGTERM, as if it were stuck in a collective."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (pids / str(os.getpid())).touch()
     dist.init_process_group("gloo")
@@ -70,7 +70,7 @@ def abort_at_exit(calls: Path) -> int:
 
 
 def hang() -> None:
-    """Each rank in another way."""
+    """Hang in a different way on each rank."""
     if rank() == 0:
         time.sleep(600)
     if rank() == 1:
@@ -137,7 +137,7 @@ def ranks_and_order(folder: Path) -> dict[str, Any]:
         said["first here"] = first
     said["main raises"] = caught(0)
     said["rank 1 raises"] = caught(1)
-    with ts.main_process_first() as first:  # and it works again afterwards
+    with ts.main_process_first() as first:  # it works again after errors
         said["first"] = first
     said["exchange"] = ranks.exchange("test", f"text of {rank()}")
     said["exchange of a returned host"] = exchange_with_a_returned_host()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import trainstack as ts

@@ -6,6 +6,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +448,24 @@ def test_the_checks_are_removed_after_the_first_steps(tmp_path: Path) -> None:
     assert seen == [(step, step <= FIRST_STEPS) for step in range(1, 6)]
     assert trainer._run is not None
     assert trainer._run.step_checks._watch is None
+
+
+def test_a_replaced_step_gets_no_hooks(tmp_path: Path) -> None:
+    """torch would compile a compiled `step` again."""
+    hooks: list[int] = []
+
+    class Replaced(Classifier):
+        def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+            optimizers, schedulers = super().get_optimizers_schedulers(estimated_global_steps_per_epoch, epochs)
+            optimizers[0].step = partial(optimizers[0].step)
+            return optimizers, schedulers
+
+    class Looks(ts.Callback):
+        def on_before_optimizer_step(self, trainer: Any, optimizers: Any) -> None:
+            hooks.append(len(optimizers[0]._optimizer_step_pre_hooks))
+
+    ts.Trainer(Replaced(numbers(40)), arguments(tmp_path), callbacks=[Looks()]).train()
+    assert hooks == [0] * 5
 
 
 def test_correct_modules_get_no_warning(tmp_path: Path, caplog: Logs) -> None:
