@@ -60,7 +60,8 @@ class Runner:
     def __init__(self, python: str = sys.executable) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([python, ROOT / "tools" / "forks.py"], text=True, env=environment, **pipes)
+        command = [python, "-m", "tools.forks"]
+        self._process = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **pipes)
 
     def __enter__(self) -> Runner:
         return self
