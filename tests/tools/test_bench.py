@@ -82,7 +82,7 @@ def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outc
 
 
 COVERED = ("W1", "W5-ready")
-"""Training and evaluation, ready and collated batches are in the other bounds, too."""
+"""`make test-long` runs these. Other bounds cover training and evaluation, and ready and collated batches."""
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_default_loop_costs_less_than_an_equal_handwritten_one(workload: str
 
 
 REPEATED = ("W1-ready", "W2", "W4", "W5-ready")
-"""Their feed, model and kind are in other workloads, too."""
+"""`make test-long` runs these. Other workloads cover their feeds, accumulation and kinds."""
 
 
 @pytest.mark.parametrize(
