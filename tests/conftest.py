@@ -109,6 +109,15 @@ def unprobed() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def cached_moments() -> Iterator[None]:
+    """Opacus computes each moment once in this process: for tests of other parts."""
+    from tools.moments import cached_moments as cached
+
+    with cached():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_process_without_a_marker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test that starts a process and has no marker that `--fast` skips."""

@@ -7,6 +7,7 @@ script is written to files in the folder, and its exit status is printed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401 - optimizers import it when they are made
 
 import trainstack
-from trainstack.backends.dp.epsilon import import_opacus
+from tools.moments import cached_moments
 from trainstack.errors import MissingExtraError
 
 _NOT_LOADED = ("compat", "sklearn", "testing")
@@ -27,7 +28,7 @@ _NOT_LOADED = ("compat", "sklearn", "testing")
 
 
 def preload() -> None:
-    """Import the modules that the library imports when they are used, and the accountant of opacus.
+    """Import the modules of the library, which it imports when they are used.
 
     A short script needs as much time for these imports as for its trainings.
     """
@@ -37,22 +38,25 @@ def preload() -> None:
         if parts[0] not in _NOT_LOADED:
             with contextlib.suppress(ImportError):  # a package of an extra is not installed
                 importlib.import_module(".".join(("trainstack", *parts)))
-    with contextlib.suppress(MissingExtraError):
-        import_opacus("opacus.accountants.analysis.rdp")
+    gc.freeze()  # collections of a script then skip the objects of all these modules
 
 
 def main() -> None:
     """Serve until the input ends."""
     preload()
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if not child:
-            enter(job["folder"], job["timeout_s"])
-            runpy.run_path(job["script"], run_name="__main__")
-            return  # exit as a script does, with exit handlers
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(MissingExtraError):
+            stack.enter_context(cached_moments())
+        for line in sys.stdin:
+            job = json.loads(line)
+            child = os.fork()
+            if not child:
+                enter(job["folder"], job["timeout_s"])
+                runpy.run_path(job["script"], run_name="__main__")
+                return  # exit as a script does, with exit handlers
+            _, status = os.waitpid(child, 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+    os._exit(0)  # the destruction of all modules would take a second
 
 
 def enter(folder: str, timeout_s: int) -> None:

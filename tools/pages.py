@@ -8,6 +8,7 @@ block before it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,9 +16,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.helpers.patience import patience
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TIMEOUT_S = 120
+TIMEOUT_S = 30.0
+"""For one page on an idle machine."""
 
 _FENCE = re.compile(r"(?:^<!-- (?P<mark>[a-z-]+) -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$", re.M | re.S)
 _SEPARATOR = "=== the next block ==="
@@ -60,7 +64,8 @@ class Runner:
     def __init__(self, python: str = sys.executable) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen([python, ROOT / "tools" / "forks.py"], text=True, env=environment, **pipes)
+        command = [python, "-m", "tools.forks"]
+        self._process = subprocess.Popen(command, cwd=ROOT, text=True, env=environment, **pipes)
 
     def __enter__(self) -> Runner:
         return self
@@ -78,7 +83,7 @@ class Runner:
         assert self._process.stdout is not None
         script = folder / "page.py"
         script.write_text(_script_of(blocks), encoding="utf-8")
-        job = {"script": str(script), "folder": str(folder), "timeout_s": TIMEOUT_S}
+        job = {"script": str(script), "folder": str(folder), "timeout_s": math.ceil(patience(TIMEOUT_S))}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         status = self._process.stdout.readline().strip()
         printed = (folder / "stdout.txt").read_text(encoding="utf-8")

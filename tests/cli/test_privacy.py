@@ -20,6 +20,8 @@ from trainstack.cli.main import main
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.plan import TrainingPlan
 
+pytestmark = pytest.mark.usefixtures("cached_moments")
+
 RATE = ["--batch-size", "150", "--dataset-size", "60000", "--delta", "1e-5"]
 
 
@@ -145,6 +147,7 @@ SMALL = ["--delta", "1e-6", "--noise-multiplier", "2", "--batch-size", "100", "-
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unprobed")
 def test_an_audit_prints_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:
     shown = ask(capsys, "audit", *SMALL).splitlines()
     assert shown[0] == "audit of sp-dp: noise multiplier 2, flat clipping, batches of 100 out of 400, 8 steps"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.patience import patience
+from tests.helpers.scripts import run_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
 
@@ -22,16 +19,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
 @pytest.mark.spec("PMT-23", "PMB-17", "PMB-19", "PMB-20", "FN-03")
 def test_torchrun_trains_the_example_and_only_one_process_prints(tmp_path: Path) -> None:
     """The exit status is not checked: gloo sometimes aborts a process at its exit, after all work."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), "--device", "cpu", "--epochs", "2"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=patience(60),
-    )
+    launcher = ["-c", "from torch.distributed.run import main; main()", "--nproc-per-node=2", "--standalone"]
+    done = run_python(*launcher, str(SCRIPT), "--device", "cpu", "--epochs", "2", cwd=tmp_path)
     said = re.findall(r"validation accuracy (\S+) over 2 processes", done.stdout)
     assert len(said) == 1, done.stdout + done.stderr
     assert done.stdout.count("backend     ddp on cpu") == 1

@@ -19,7 +19,7 @@ from tools.attacks.runs import Kind, UserModule, make_records, never_drawn, play
 from tools.broken_privacy import broken as broken_privacy
 from trainstack.backends.dp.mechanism import Mechanism
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cached_moments")]
 
 
 def kind_named(name: str) -> Kind:

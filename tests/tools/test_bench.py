@@ -81,7 +81,13 @@ def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outc
         return measure(WORKLOADS[workload]().cut(steps), contenders("raw", *names), rounds)
 
 
-@pytest.mark.parametrize("workload", BOUNDS)
+COVERED = ("W1", "W5-ready")
+"""`make test-long` runs these. Other bounds cover training and evaluation, and ready and collated batches."""
+
+
+@pytest.mark.parametrize(
+    "workload", [pytest.param(name, marks=pytest.mark.long) if name in COVERED else name for name in BOUNDS]
+)
 def test_the_default_loop_costs_less_than_an_equal_handwritten_one(workload: str) -> None:
     task = WORKLOADS[workload]()
     task = task.cut(4 * BLOCK * task.accumulation)
@@ -91,7 +97,13 @@ def test_the_default_loop_costs_less_than_an_equal_handwritten_one(workload: str
     assert same_bits(default.result, by_hand.result)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+REPEATED = ("W1-ready", "W2", "W4", "W5-ready")
+"""`make test-long` runs these. Other workloads cover their feeds, accumulation and kinds."""
+
+
+@pytest.mark.parametrize(
+    "workload", [pytest.param(name, marks=pytest.mark.long) if name in REPEATED else name for name in WORKLOADS]
+)
 def test_every_contender_ends_with_the_bits_of_its_handwritten_counterpart(workload: str) -> None:
     ours = [name for name in (c.name for c in find_contenders()) if name.startswith("trainstack")]
     outcomes = short(workload, 8, 0, "raw_clip", "raw_tuned", *ours)

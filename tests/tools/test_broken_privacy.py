@@ -7,7 +7,7 @@ import pytest
 from tools import broken_privacy
 from tools.bench.__main__ import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unprobed")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unprobed", "cached_moments")]
 
 
 def test_the_table_shows_found_faults_and_false_alarms(

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.slow
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 PARTS, EACH = 8, 25
-RANK_PARTS, EACH_ON_RANKS = 2, 15
+SHORT_PARTS = 4
+"""The parts of `make test`; `make test-long` runs all."""
+RANK_PARTS, EACH_ON_RANKS = 3, 10
 MOST_TRIES_ON_RANKS = 12
 MOST_TRIES = 40
 """The largest number of trainings until a broken library has to differ."""
@@ -43,7 +45,9 @@ MOST_TRIES = 40
 # --- the battery
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [*range(SHORT_PARTS), *(pytest.param(part, marks=pytest.mark.long) for part in range(SHORT_PARTS, PARTS))]
+)
 def test_random_trainings_equal_a_plain_loop(part: int) -> None:
     differ = []
     for case in islice(cases_of(SEED), part * EACH, (part + 1) * EACH):
@@ -248,7 +252,7 @@ def test_random_trainings_under_fsdp_equal_one_process(seed: int, battery: RankB
     assert not differ, "\n\n".join(differ[:3])
 
 
-QUICKLY_FOUND = ("gives_unused_parameters_zeros", "wraps_once", "keeps_outputs_of_borrowed_batches")
+QUICKLY_FOUND = ("gives_unused_parameters_zeros", "wraps_once")
 """The breaks that `make test` tries; `make test-long` tries all."""
 
 

@@ -28,6 +28,8 @@ from tools.kills.private import DELTA, train
 from trainstack.backends.dp import SpendLedger, epsilon_of
 from trainstack.backends.dp.ledger import BLOCK
 
+PRIVATE = ("trainstack.trainer.trainer", "trainstack.trainer.run.run", "trainstack.backends.dp", "opacus.accountants")
+"""Modules that the library imports in a private run."""
 TOGETHER = 2
 """The number of runs that train at the same time."""
 TIMEOUT_S = 120.0
@@ -49,7 +51,7 @@ def run(place: Path, kills: int, seed: int) -> Result:
     draw, ledger, killed, folders = random.Random(seed), place / "dataset.ledger", 0, [place / "run-0"]
     os.environ["OMP_NUM_THREADS"] = "1"  # the server reads it when it imports torch
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.kills.private", *LATER])
+    context.set_forkserver_preload(["tools.kills.private", *LATER, *PRIVATE])
     problems: list[str] = []
     while killed < kills:
         chosen = _choose(draw, place, folders, min(TOGETHER, kills - killed))
