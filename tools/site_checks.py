@@ -25,10 +25,10 @@ from pathlib import Path
 COLUMNS = 80
 SCREENS = 20
 FIRST = 3
-SCRIPTS = "examples/"
-"""Pages with whole scripts of the repository, which are wider."""
+WIDE = ("", "examples/")
+"""README's script on the home page, which has no columns at its sides, and the scripts of the repository."""
 
-LISTED = ("features/", "troubleshooting/", "conformance/")
+LISTED = ("api/", "features/", "troubleshooting/", "conformance/")
 """Tables in which readers look up a row."""
 
 ANSWERS = {
@@ -93,7 +93,7 @@ def long_lines(pages: dict[str, str]) -> Iterator[str]:
         for kind, block in re.findall(r'<div class="([^"]*\bhighlight\b[^"]*)"><pre>(.*?)</pre>', text, re.S):
             for line in (
                 []
-                if page.startswith(SCRIPTS) or PRINTED.search(kind)
+                if page[: page.find("/") + 1] in WIDE or PRINTED.search(kind)
                 else html.unescape(re.sub(r"<[^>]*>", "", block)).splitlines()
             ):
                 if len(line) > COLUMNS:

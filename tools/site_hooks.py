@@ -37,7 +37,12 @@ def description_of(markdown: str) -> str:
     text = next(
         (block for block in map(str.strip, blocks) if block and not block.startswith(("#", "<", "|", ":::"))), ""
     )
-    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())).replace("`", "").replace("*", "")
+    text = (
+        re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+        .replace("`", "")
+        .replace("*", "")
+        .replace('"', "'")
+    )
     while len(text) > LONGEST and ". " in text:
         text = text.rpartition(". ")[0] + "."
     return text if len(text) <= LONGEST else text[:LONGEST].rpartition(" ")[0] + " ..."
