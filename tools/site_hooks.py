@@ -37,7 +37,12 @@ def description_of(markdown: str) -> str:
     text = next(
         (block for block in map(str.strip, blocks) if block and not block.startswith(("#", "<", "|", ":::"))), ""
     )
-    text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split())).replace("`", "").replace("*", "")
+    text = (
+        re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
+        .replace("`", "")
+        .replace("*", "")
+        .replace('"', "'")
+    )
     while len(text) > LONGEST and ". " in text:
         text = text.rpartition(". ")[0] + "."
     return text if len(text) <= LONGEST else text[:LONGEST].rpartition(" ")[0] + " ..."
@@ -57,6 +62,8 @@ def api_index(nav: list[Any], docs: Path) -> str:
 def names_on(page: Path) -> Iterator[tuple[str, str]]:
     """The full name and the purpose of each object on an API page. A module without heading gives its names."""
     for entry in _ENTRY.finditer(page.read_text(encoding="utf-8")):
+        if "members: false" in entry[2]:
+            continue
         value = _imported(entry[1])
         if not inspect.ismodule(value) and "show_root_heading: false" not in entry[2]:
             yield entry[1], purpose_of(value)

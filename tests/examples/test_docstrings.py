@@ -13,8 +13,8 @@ from tools.pages import ROOT, Block, Runner, blocks_of
 START = blocks_of(ROOT / "docs" / "api" / "index.md")[0]
 SHORTENED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
-# They start processes, import optuna, or calibrate noise: seconds each.
-LONG = {"launch", "replay", "verify_resume", "OptunaPruning", "DifferentialPrivacyArguments"}
+LONG = {"OptunaPruning", "DifferentialPrivacyArguments"}
+"""They import optuna and calibrate noise, which takes seconds."""
 
 MOST_USED = {
     *("Trainer", "TrainerArguments", "ModuleInterface", "SupervisedModule", "Callback", "TrainingPlan", "Every"),
@@ -23,7 +23,7 @@ MOST_USED = {
     *("build_scheduler", "warmup_cosine", "warmup_linear", "warmup_stable_decay", "inverse_sqrt", "SchedulerConfig"),
     *("DefaultCheckpointerArguments", "list_checkpoints", "read_model", "export_model", "warm_start", "make_key"),
     *("explain", "build_trainer_backend", "register_layer", "register_writer", "rank_zero_only", "run_step"),
-    *LONG,
+    *("launch", "replay", "verify_resume", "OptunaPruning", "DifferentialPrivacyArguments"),
 }
 
 
@@ -40,7 +40,10 @@ def documented() -> dict[str, str]:
 
 
 DOCUMENTED = documented()
-EACH = [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in DOCUMENTED]
+STARTING = [name for name, docstring in DOCUMENTED.items() if "__main__" in docstring]
+EACH = [
+    pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in DOCUMENTED if name not in STARTING
+]
 
 
 class ShownOutput(doctest.OutputChecker):
@@ -78,9 +81,15 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_the_examples_of_a_docstring_run_and_print_their_output(name: str, tmp_path: Path) -> None:
-    docstring = DOCUMENTED[name]
-    assert (faults_of_script(docstring, tmp_path) if "__main__" in docstring else faults_of(docstring)) == ""
+def test_the_examples_of_a_docstring_run_and_print_their_output(name: str) -> None:
+    assert faults_of(DOCUMENTED[name]) == ""
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("name", STARTING)
+def test_examples_that_start_processes_run_as_a_script(name: str, tmp_path: Path) -> None:
+    assert faults_of_script(DOCUMENTED[name], tmp_path) == ""
 
 
 def test_the_most_used_names_have_an_example() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tools import public_names, site_checks, site_hooks
+from trainstack import TrainerArguments
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = '<div class="{kind}"><pre><span></span><code>{line}\n</code></pre></div>'
@@ -100,3 +103,9 @@ def test_each_class_and_function_of_the_index_has_a_purpose() -> None:
     named = [row for path in pages for row in site_hooks.names_on(path) if not row[0].rpartition(".")[2].isupper()]
     assert len(named) > 190
     assert [name for name, purpose in named if not purpose] == []
+
+
+def test_the_table_of_purposes_has_each_argument_once() -> None:
+    page = (ROOT / "docs" / "api" / "arguments.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(\w+)`", page.partition("|---|---|\n")[2].partition("\n\n")[0])
+    assert sorted(listed) == sorted(field.name for field in dataclasses.fields(TrainerArguments))

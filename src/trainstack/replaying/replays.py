@@ -58,6 +58,7 @@ def replay(
 
     Examples:
         >>> if __name__ == "__main__":
+        ...     ts.seed_everything(args.seed)
         ...     ts.Trainer(make_module(), replace(args, output_dir="runs/line")).train()
         ...     print(ts.replay(make_module, "runs/line", quiet=True).same)
         True

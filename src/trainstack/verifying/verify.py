@@ -77,6 +77,8 @@ def verify_resume(
         LaunchError: a process failed without a kill or took too long; the message ends with its output.
 
     Examples:
+        >>> saving = ts.DefaultCheckpointerArguments(every_n_steps=2)
+        >>> args = replace(args, epochs=5, checkpointer_args=saving)
         >>> if __name__ == "__main__":
         ...     report = ts.verify_resume(make_module, args, kills=1, quiet=True)
         ...     print(report.same)
