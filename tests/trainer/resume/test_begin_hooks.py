@@ -29,8 +29,10 @@ def unbroken(place: str, act: str, directory: Path) -> Begins:
     return begun(directory / place / act, place, act, set())
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["resumed", "again"])
-@pytest.mark.parametrize("act", ["advance", "reset"])
+@pytest.mark.parametrize(
+    ("act", "again"),
+    [("advance", False), ("advance", True), ("reset", False), pytest.param("reset", True, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hook_that_begins_an_epoch_changes_state_once(
     place: str, act: str, again: bool, directory: Path, tmp_path: Path
