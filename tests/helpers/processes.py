@@ -145,4 +145,4 @@ def name_of(function: Callable[..., Any]) -> str:
 @functools.cache
 def rank_pool() -> RankPool:
     """The pool of this process: pytest-xdist has one for each of its workers."""
-    return RankPool(ROOT, ["tests.helpers.quick_disk", "tests.helpers.modules"])
+    return RankPool(ROOT, ["tests.helpers.modules"])

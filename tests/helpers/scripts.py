@@ -1,4 +1,4 @@
-"""Running programs in forks of a process that has imported torch, which saves seconds in each."""
+"""Run programs in forks of a process that has imported torch, which saves seconds for each."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """The result of `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
 
-    For programs of which it does not matter that torch and trainstack have been imported.
+    For programs that work the same if torch and trainstack are imported already.
 
     Args:
-        arguments: a script or `-c` and code, after `-W error` perhaps, and the program's arguments.
+        arguments: a script or `-c` and code, optionally after `-W error`, and the program's arguments.
         cwd, env: as of `subprocess.run`.
         timeout: in seconds, on an idle machine.
     """

@@ -28,7 +28,7 @@ def test_each_epoch_and_each_seed_has_its_own_permutation() -> None:
 
 
 def test_the_permutation_is_pinned() -> None:
-    """If this fails, runs of the previous version cannot be resumed exactly in an epoch: add it to the changelog."""
+    """If this fails, runs of the previous version do not resume exactly within an epoch: add it to the changelog."""
     assert order(length=8).permutation(2).tolist() == [6, 1, 7, 2, 0, 5, 4, 3]
 
 

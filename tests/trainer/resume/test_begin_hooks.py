@@ -11,7 +11,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.beginnings import EVERY_STEP, PLACES, Begins, begun, unlike
-from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers import checkpoints as workers
 
@@ -56,6 +56,37 @@ def test_begin_hooks_change_state_once_on_two_processes(place: str, tmp_path: Pa
     assert broken == unbroken
     assert unbroken[0]["samples"] != unbroken[1]["samples"]
     assert unbroken[0]["kept"] == unbroken[1]["kept"]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_loader_that_failed_is_asked_again_with_the_effects_of_the_hook(saves: bool, tmp_path: Path) -> None:
+    def trained(fails: int) -> torch.Tensor:
+        epochs: list[int] = []
+
+        class Moves(Classifier):
+            def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+                epochs.append(epoch)
+                with torch.no_grad():
+                    self.net[0].bias += 1.0
+
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                nonlocal fails
+                if len(epochs) == 2 and fails:
+                    fails -= 1
+                    raise InterruptedError
+                return super().get_train_dataloader(sampler, batch_size)
+
+        module = Moves(numbers(16))
+        saving = EVERY_STEP if saves else ts.DefaultCheckpointerArguments(checkpoint=False)
+        trainer = ts.Trainer(module, arguments(tmp_path / str(fails), epochs=2, checkpointer_args=saving))
+        for _ in range(fails):
+            with pytest.raises(InterruptedError):
+                trainer.train()
+        trainer.train()
+        assert epochs == [0, 1]
+        return weights(module)
+
+    assert torch.equal(trained(fails=2), trained(fails=0))
 
 
 class OwnForm(torch.optim.SGD):

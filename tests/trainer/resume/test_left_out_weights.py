@@ -196,3 +196,22 @@ def test_a_private_run_resumes_from_its_adapters(tmp_path: Path) -> None:
     trainer = train(tmp_path, 2, make, **private)
     assert not BODY & kept(trainer)
     assert trainer.state.global_step == 4
+
+
+def test_a_custom_checkpointer_gets_frozen_weights(tmp_path: Path) -> None:
+    kept: list[ts.Checkpoint] = []
+
+    class InMemory(ts.AbstractCheckpointer):
+        def save(self, checkpoint_state: ts.Checkpoint, index: int, force: bool = False) -> str | None:
+            kept.append(checkpoint_state)
+            return "memory"
+
+        def load(self, resume: Any = None) -> ts.Checkpoint:
+            return ts.Checkpoint()
+
+    module = ts.SupervisedModule(Net(), nn.functional.cross_entropy, "adamw", numbers(16))
+    args = ts.TrainerArguments(epochs=1, train_batch_size=8, writers=[], progress="none", output_dir=tmp_path)
+    ts.Trainer(module, args, checkpointer=InMemory()).train()
+
+    names = {name for name, _ in module.named_parameters()}
+    assert names <= set(kept[-1].module_interface_state or {})

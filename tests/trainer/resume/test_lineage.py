@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
 from tests.helpers.private_runs import private
+from trainstack.backends import Communicator, World
 from trainstack.checkpointing import list_checkpoints, read_lineage
 from trainstack.checkpointing.directory import read_manifest
 from trainstack.checkpointing.integrity.lineage import MAX_ANCESTORS, Ancestor, Lineage, digest_of, trace
 from trainstack.checkpointing.manifest import decode_plain
 from trainstack.cli.main import main
 from trainstack.errors import CheckpointDamagedError
+from trainstack.trainer.resume.lineage import _environment
 
 
 def saving(**changes: Any) -> ts.DefaultCheckpointerArguments:
@@ -46,6 +50,18 @@ def test_a_new_run_has_data_and_environment_but_no_parent(tmp_path: Path) -> Non
         assert len(found.data["samples"]) == 16
         assert found.environment["processes"] == "1"
         assert found.environment["device"].startswith("cpu ")
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_the_environment_names_the_gpu_and_its_libraries(cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)  # None in a build for ROCm
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    found = _environment(World(rank=0, size=2, local_rank=0, device=torch.device("cuda:1"), comm=Communicator()))
+
+    libraries = {} if cuda is None else {"cuda": "13.0", "cudnn": "91002"}
+    machine = {"system": platform.system(), "machine": platform.machine(), "processes": "2"}
+    assert found == {**machine, "device": "cuda" if cuda is None else "GPU 1", **libraries}
 
 
 def test_other_data_has_another_digest(tmp_path: Path) -> None:

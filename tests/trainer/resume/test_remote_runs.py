@@ -310,14 +310,23 @@ def test_options_that_exclude_each_other_are_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_signal_uploads_a_checkpoint_before_the_end(tmp_path: Path) -> None:
+def test_a_signal_uploads_a_checkpoint_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+    finish = mirrors.Mirror.finish
+
+    def waiting(self: mirrors.Mirror, within_s: float | None = None) -> str | None:
+        waits.append(within_s)
+        return finish(self, within_s)
+
     class Preempted(ts.Callback):
         def on_train_step_end(self, trainer: ts.Trainer) -> None:
             if trainer.state.global_step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setattr(mirrors.Mirror, "finish", waiting)
     with pytest.raises(ts.Preempted):
-        start(tmp_path / "one", callbacks=[Preempted()])
+        start(tmp_path / "one", callbacks=[Preempted()], stop_grace_s=20.0)
+    assert waits[0] == 10.0, "the other half of the time is for the current step"
     assert "checkpoint-000000003" in places(RUN)
     assert start(tmp_path / "two").global_steps_finished == 8
 

@@ -21,7 +21,7 @@ from trainstack.checkpointing import Checkpoint, read_checkpoint, write_checkpoi
 from trainstack.checkpointing.checksums import CHUNK_BYTES
 from trainstack.checkpointing.reading import read_deferred
 from trainstack.errors import CheckpointDamagedError
-from trainstack.trainer.resume.own_states import update_module
+from trainstack.trainer.resume.own_states import has_memory_for, update_module
 
 VALUES = torch.arange(12.0).reshape(3, 4)
 
@@ -300,3 +300,28 @@ def test_values_are_gathered_to_rank_0_alone(tmp_path: Path) -> None:
         assert found["values"] == [everyone, everyone, [{"t": "x" * one} for one in everyone]]
         assert found["large"] == everyone
         assert "object" in found["error"]
+
+
+class _Marked(Tensor):
+    """A subclass without inner tensors."""
+
+
+def test_values_are_copied_only_into_plain_memory() -> None:
+    for target in (torch.zeros(3, 4), nn.Parameter(torch.zeros(3, 4))):
+        assert has_memory_for(target, VALUES)
+    for target in (
+        torch.zeros(3, 4).as_subclass(_Marked),
+        torch.zeros(4, 3),
+        torch.zeros(3, 4).to_sparse(),
+        torch.zeros(3, 4, device="meta"),
+    ):
+        assert not has_memory_for(target, VALUES)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_state_of_another_number_of_parameters_gets_the_error_of_torch(others: int) -> None:
+    def optimizer(count: int) -> torch.optim.Optimizer:
+        return torch.optim.Adam([nn.Parameter(torch.ones(2)) for _ in range(count)])
+
+    with pytest.raises(ValueError, match="parameter group that doesn't match the size"):
+        load_optimizer_state(optimizer(2), optimizer(others).state_dict())

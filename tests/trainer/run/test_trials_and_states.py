@@ -271,6 +271,15 @@ def test_trials_restore_the_plain_attributes_of_datasets(
     assert caplog.text.count(f"changed attributes of datasets: {names}. They keep the new values") == 1
 
 
+def test_a_list_of_other_objects_of_a_dataset_is_not_restored() -> None:
+    module, first, second = Classifier(numbers(4)), object(), object()
+    module.dataset.things, module.dataset.count = [first], 0
+    snapshot = DatasetSnapshot(module)
+    module.dataset.things[0], module.dataset.count = second, 1
+    assert snapshot.restore() == []
+    assert (module.dataset.things, module.dataset.count) == ([second], 0)
+
+
 def test_large_nested_data_of_a_dataset_is_not_searched_completely() -> None:
     module = Classifier(numbers(4))
     module.dataset.rows = [[[0.0] * 1000] * 1000] * 1000  # the search of so many items would take minutes

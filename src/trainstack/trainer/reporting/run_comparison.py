@@ -97,6 +97,20 @@ def compare_runs(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> 
     Raises:
         ConfigurationError: they have no global step in common, or a run has no step log.
         CheckpointError: a log cannot be read.
+
+    Examples:
+        >>> folders = [f"runs/lr{lr}" for lr in (0.1, 0.2)]
+        >>> for lr, folder in zip((0.1, 0.2), folders):
+        ...     module = ts.SupervisedModule(
+        ...         nn.Linear(1, 1),
+        ...         nn.MSELoss(),
+        ...         "sgd",
+        ...         data,
+        ...         optimizer_kwargs={"lr": lr},
+        ...     )
+        ...     ts.Trainer(module, replace(args, output_dir=folder)).train()
+        >>> ts.compare_runs(*folders).step
+        1
     """
     folders = Path(one), Path(other)
     ranks = [_ranks_of(folder) for folder in folders]
