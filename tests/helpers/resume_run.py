@@ -16,17 +16,18 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
 
 
-def main(what: str, directory: Path, backend: str, workers: int) -> None:
+def main(what: str, directory: Path, backend: str, workers: int, every: int = 1) -> None:
+    """Print the hash of an "unbroken" run, or those of runs "resumed" from each `every`-th checkpoint."""
     checkpoints = directory / "checkpoints"
     if what == "unbroken":
         seed(1)
         print(json.dumps({"unbroken": run(directory, backend, workers, every_n_steps=1)}))
         return
     results = {}
-    for position, info in enumerate(ts.list_checkpoints(checkpoints)):
-        if info.kind == "checkpoint":
-            seed(100 + position)
-            results[info.name] = run(directory / "again" / info.name, backend, workers, resume=str(info.path))
+    saved = [info for info in ts.list_checkpoints(checkpoints) if info.kind == "checkpoint"]
+    for position, info in enumerate(saved[::every]):
+        seed(100 + position)
+        results[info.name] = run(directory / "again" / info.name, backend, workers, resume=str(info.path))
     print(json.dumps(results))
 
 
@@ -69,4 +70,4 @@ def exact(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))

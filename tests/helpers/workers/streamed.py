@@ -228,7 +228,7 @@ def killed(directory: str, backend: str, rank: int, when: str) -> dict[str, Any]
     else:
         gather = shards.gather_to_main
         shards.gather_to_main = lambda *given: (strike(), gather(*given))[1]
-    trainer = trainer_of(directory, backend, 4, backend_options={backend: {"timeout_s": 10.0}})
+    trainer = trainer_of(directory, backend, 4, backend_options={backend: {"timeout_s": 5.0}})
     try:
         trainer.train()
         return {"error": "none"}

@@ -209,7 +209,8 @@ def parts(
         if stop_at is not None:
             run(module, data_sharding=sharding, max_steps=stop_at, **values)
             done, module = module.seen, (Weighed if weigh else Seen)(loader, loader)
-            trainer = run(module, data_sharding=sharding, resume=True, **values)
+            saves = ts.DefaultCheckpointerArguments()
+            trainer = run(module, data_sharding=sharding, resume=True, **{**values, "checkpointer_args": saves})
             module.seen = done + [batch for batch in module.seen if batch]
         else:
             trainer = run(module, data_sharding=sharding, **values)

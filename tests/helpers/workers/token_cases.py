@@ -190,7 +190,7 @@ def train_tokens(
     """Train a case, from a checkpoint with `resume`; the documents of each step, and the weights."""
     module = TokenModule(case)
     module.stops = stops
-    saves = ts.DefaultCheckpointerArguments(checkpoint=stops or resume, every_n_steps=1)
+    saves = ts.DefaultCheckpointerArguments(checkpoint=stops or resume, every_n_steps=1 if stops else None)
     args = arguments(
         directory,
         epochs=3,

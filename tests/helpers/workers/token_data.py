@@ -108,8 +108,9 @@ class Tokens(ts.ModuleInterface):
 def run(make: Any, backend: str = "sp", stop_at: int | None = None, schedule: Any = None, **changes: Any) -> Any:
     """Train with a global batch of 8; the steps' samples, the padded sizes, and the weights."""
     values: dict[str, Any] = {"train_batch_size": 8, "clip_grads": False, "epochs": 2, "backend": backend, **changes}
-    if "every_step" in values:
-        values["checkpointer_args"] = ts.DefaultCheckpointerArguments(every_n_steps=values.pop("every_step"))
+    if every_step := values.pop("every_step", None):  # a resumed run need not save in each step
+        every_n_steps = None if stop_at is None else every_step
+        values["checkpointer_args"] = ts.DefaultCheckpointerArguments(every_n_steps=every_n_steps)
     directory = values.pop("directory", "unused")
     module = Tokens(make, schedule)
     module.stop_at = stop_at

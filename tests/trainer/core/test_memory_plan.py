@@ -40,7 +40,10 @@ def test_states_of_optimizers_are_known_before_a_step(name: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "size"), [("AdamW", 2), ("AdamW", 3), ("SGD with momentum", 3), ("SGD", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [pytest.param("AdamW", 2, marks=pytest.mark.long), ("AdamW", 3), ("SGD with momentum", 3), ("SGD", 2)],
+)
 def test_each_rank_holds_the_planned_bytes(name: str, size: int) -> None:
     for held, planned in run_world(size, memory.held_and_planned, name=name, backend="fsdp", world=size):
         assert held == planned

@@ -58,7 +58,7 @@ def unbroken_and_interrupted(make: Any, directory: Path, stops: tuple[int, ...],
     """Batches and final weights of two runs: one unbroken, one interrupted before each of the steps `stops`."""
     lasting = changes.pop("lasting", False)
     whole = Reads(make, lasting=lasting)
-    run(whole, directory / "whole", **changes)
+    run(whole, directory / "whole", checkpointer_args=ts.DefaultCheckpointerArguments(checkpoint=False), **changes)
     seen: dict[int, list[float]] = {}
     for stop_at in (*stops, None):
         module = Reads(make, lasting=lasting, stop_at=stop_at)
@@ -109,7 +109,7 @@ def test_an_interrupted_run_reads_and_ends_as_an_unbroken_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.long), True])
 def test_augmentation_in_this_process_is_the_same_after_a_resume(lasting: bool, tmp_path: Path) -> None:
     def augmented(data: Any, sampler: Any, size: int) -> Any:
         return StatefulDataLoader(Noisy(), batch_size=size, shuffle=True)
@@ -121,7 +121,7 @@ def test_augmentation_in_this_process_is_the_same_after_a_resume(lasting: bool, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "lasting"),
-    [(shuffled(2), False), (shuffled(2), True), (given_sampler_and_workers, True)],
+    [(shuffled(2), False), pytest.param(shuffled(2), True, marks=pytest.mark.long), (given_sampler_and_workers, True)],
     ids=["made again", "lasting", "lasting, with a sampler"],
 )
 def test_prefetching_workers_do_not_change_the_position(make: Any, lasting: bool, tmp_path: Path) -> None:

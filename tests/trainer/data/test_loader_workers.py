@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments
 from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT
+from tests.helpers.scripts import run_python
 from trainstack.trainer.data.loading import Fetcher
 from trainstack.trainer.data.overfitting import OverfitSubset
 
@@ -48,8 +47,15 @@ def trained(directory: Path, backend: str = "sp", **loader: Any) -> ts.Trainer:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backend", ["sp", "sp-dp"])
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize(
+    ("closed", "backend"),
+    [
+        (False, "sp"),
+        (True, "sp-dp"),
+        pytest.param(True, "sp", marks=pytest.mark.long),
+        pytest.param(False, "sp-dp", marks=pytest.mark.long),
+    ],
+)
 def test_persistent_workers_end_with_their_trainer(
     closed: bool, backend: str, others: set[Any], tmp_path: Path
 ) -> None:
@@ -93,7 +99,8 @@ def test_a_script_ends_while_its_trainer_still_has_workers(tmp_path: Path) -> No
         "from pathlib import Path; from tests.trainer.data.test_loader_workers import trained\n"
         f"trainer = trained(Path({str(tmp_path)!r}), persistent_workers=True)"
     )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=patience(30))
+    ended = run_python("-c", script, cwd=ROOT, timeout=30)
+    assert ended.returncode == 0, ended.stderr
 
 
 class Scaled(Dataset[float]):

@@ -145,7 +145,7 @@ def test_a_killed_worker_is_named_with_the_likely_reason(start: Any, tmp_path: P
     assert said in ended.stderr
 
 
-@pytest.mark.parametrize(("method", "count"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("method", "count"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.long)])
 def test_workers_end_soon_after_their_parent(method: str, count: int, start: Any, tmp_path: Path) -> None:
     pid, _ = start(method, count)
     wait_for(lambda: len(workers(tmp_path)) == count, "no workers are started")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import trainstack as ts
-from tests.helpers.beginnings import EVERY_STEP, PLACES, begun, unlike
+from tests.helpers.beginnings import EVERY_STEP, PLACES, Begins, begun, unlike
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers import checkpoints as workers
@@ -18,21 +19,36 @@ STOPS = {5, 6, 8, 11}
 """The first, a middle and the last step of an epoch of four steps; the second epoch has three interruptions."""
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["resumed", "again"])
-@pytest.mark.parametrize("act", ["advance", "reset"])
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unbroken")
+
+
+@cache
+def unbroken(place: str, act: str, directory: Path) -> Begins:
+    return begun(directory / place / act, place, act, set())
+
+
+@pytest.mark.parametrize(
+    ("act", "again"),
+    [("advance", False), ("advance", True), ("reset", False), pytest.param("reset", True, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_hook_that_begins_an_epoch_changes_state_once(place: str, act: str, again: bool, tmp_path: Path) -> None:
-    unbroken = begun(tmp_path / "unbroken", place, act, set())
-    broken = begun(tmp_path / "broken", place, act, set(STOPS), again=again)
+def test_a_hook_that_begins_an_epoch_changes_state_once(
+    place: str, act: str, again: bool, directory: Path, tmp_path: Path
+) -> None:
+    module = unbroken(place, act, directory)
+    broken = begun(tmp_path, place, act, set(STOPS), again=again)
 
-    assert unlike(tmp_path / "unbroken", tmp_path / "broken") == []
-    assert broken.samples == unbroken.samples
-    assert len({tuple(sorted(batch)) for _, batch in unbroken.samples}) == 12
+    assert unlike(directory / place / act, tmp_path) == []
+    assert broken.samples == module.samples
+    assert len({tuple(sorted(batch)) for _, batch in module.samples}) == 12
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("place", ["hook", "loader", "epoch_begin"])
-@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "place", ["hook", *(pytest.param(one, marks=pytest.mark.long) for one in ("loader", "epoch_begin"))]
+)
 def test_begin_hooks_change_state_once_on_two_processes(place: str, tmp_path: Path) -> None:
     unbroken = run_world(2, workers.begun, directory=str(tmp_path / "unbroken"), place=place, stops=[])
     broken = run_world(2, workers.begun, directory=str(tmp_path / "broken"), place=place, stops=[5, 6, 8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,29 @@ def trained(folder: Path, breaks: set[int], how: str = "stops", again: tuple[str
         module = Counts(set(), how, again or module.order)
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unbroken")
+
+
+@cache
+def unbroken(every: int | None, directory: Path) -> Counts:
+    return trained(directory / str(every), set(), validate_every=every)
+
+
 @pytest.mark.parametrize("how", ["stops", "raises"])
 @pytest.mark.parametrize("at", [1, 4, 5, PER_VALIDATION, PER_VALIDATION + 2])
 @pytest.mark.parametrize("every", [None, 2], ids=["after the epoch", "within it"])
-def test_an_interrupted_validation_changes_state_once(every: int | None, at: int, how: str, tmp_path: Path) -> None:
-    unbroken = trained(tmp_path / "unbroken", set(), validate_every=every)
-    broken = trained(tmp_path / "broken", {at}, how, validate_every=every)
+def test_an_interrupted_validation_changes_state_once(
+    every: int | None, at: int, how: str, directory: Path, tmp_path: Path
+) -> None:
+    module = unbroken(every, directory)
+    broken = trained(tmp_path, {at}, how, validate_every=every)
 
-    assert unlike(tmp_path / "unbroken", tmp_path / "broken") == []
-    assert broken.counts == unbroken.counts
+    assert unlike(directory / str(every), tmp_path) == []
+    assert broken.counts == module.counts
     assert broken.counts["begins"] == broken.counts["loaders"] == (2 if every is None else 3)
-    assert broken.ended == unbroken.ended
+    assert broken.ended == module.ended
 
 
 def test_finished_loaders_are_skipped_by_name(tmp_path: Path) -> None:

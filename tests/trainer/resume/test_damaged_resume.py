@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,21 @@ def steps_saved(directory: Path) -> list[int | None]:
     return [info.global_step for info in ts.list_checkpoints(directory / "checkpoints") if info.kind == "checkpoint"]
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Classifier]:
+    """An unbroken run with its folder."""
+    folder, module = tmp_path_factory.mktemp("unbroken"), made()
+    train(module, folder, checkpointer_args=saving())
+    return folder, module
+
+
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["0", "1", "half", "size-1", "a bit"])
 def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
-    tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+    unbroken: tuple[Path, Classifier], tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unbroken = train(made(), tmp_path, checkpointer_args=saving())
+    shutil.copytree(unbroken[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     newest = tmp_path / "checkpoints" / NEWEST
     data = (newest / file).read_bytes()
     if damage == "a bit":
@@ -56,7 +65,7 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     assert resumed.global_steps_finished == 3
     assert f"{NEWEST}/{file}" in caplog.text
     resumed.train()
-    assert torch.equal(weights(resumed.module), weights(unbroken.module))
+    assert torch.equal(weights(resumed.module), weights(unbroken[1]))
     assert steps_saved(tmp_path)[-1] == 6, "the damaged one is replaced"
 
 
@@ -64,9 +73,8 @@ def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("at", ["open_new", "write", "sync_file", "rename"])
 def test_a_run_ended_by_a_full_disk_can_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, at: str
+    unbroken: tuple[Path, Classifier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, at: str
 ) -> None:
-    unbroken = train(made(), tmp_path / "unbroken")
     args = saving(async_save=async_save)
     original = getattr(filesystem, at)
 
@@ -85,7 +93,7 @@ def test_a_run_ended_by_a_full_disk_can_continue(
     assert steps_saved(tmp_path) == [3]
 
     resumed = train(made(), tmp_path, checkpointer_args=args, resume="auto")
-    assert torch.equal(weights(resumed.module), weights(unbroken.module))
+    assert torch.equal(weights(resumed.module), weights(unbroken[1]))
     assert steps_saved(tmp_path) == [3, 6]
 
 

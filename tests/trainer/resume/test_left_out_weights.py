@@ -180,6 +180,7 @@ def test_diff_compares_digests_of_omitted_weights(tmp_path: Path, capsys: pytest
     assert main(["checkpoints", "verify", paths[0]]) == 0
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_private_run_resumes_from_its_adapters(tmp_path: Path) -> None:
     private = {
         "backend": "sp-dp",

@@ -164,12 +164,21 @@ CASES: dict[str, Callable[[], Made]] = {
 }
 
 
+@pytest.fixture(scope="module", params=CASES)
+def uncut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ts.ModuleInterface]:
+    """The name of a case, and its module after an unbroken run, which saves nothing."""
+    made = CASES[request.param]()
+    saving = ts.DefaultCheckpointerArguments(checkpoint=False)
+    return request.param, train(made, tmp_path_factory.mktemp("uncut"), checkpointer_args=saving)
+
+
 @pytest.mark.parametrize("stop_at", [4, STOP_AT])
-@pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_ends_with_the_same_bits(case: str, stop_at: int, tmp_path: Path) -> None:
-    whole = train(CASES[case](), tmp_path / "whole")
-    train(CASES[case](), tmp_path / "cut", stop_at)
-    resumed = train(CASES[case](), tmp_path / "cut", resume=True)
+def test_a_resumed_run_ends_with_the_same_bits(
+    uncut: tuple[str, ts.ModuleInterface], stop_at: int, tmp_path: Path
+) -> None:
+    case, whole = uncut
+    train(CASES[case](), tmp_path, stop_at)
+    resumed = train(CASES[case](), tmp_path, resume=True, checkpointer_args=ts.DefaultCheckpointerArguments())
 
     assert torch.equal(weights(resumed), weights(whole))
     assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in whole.parameters()]
@@ -245,6 +254,7 @@ class Counts(ts.Callback):
             trainer.module.count += 1
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("spec", ["sp", "sp-dp"])
 def test_a_private_run_does_not_store_extras(spec: str, tmp_path: Path) -> None:
     train((Counted(), [Counts()]), tmp_path, 2, backend=spec)

@@ -223,6 +223,7 @@ class Draw(ts.Callback):
         torch.rand(3, generator=trainer.module.noise[0])
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("backend", ["sp", "sp-dp"])
 def test_private_runs_store_no_generators_of_the_module(backend: str, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2)

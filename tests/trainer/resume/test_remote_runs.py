@@ -252,9 +252,10 @@ def test_a_run_elsewhere_begins_from_an_address(address: str, tmp_path: Path) ->
     assert torch.equal(read["net.0.weight"], one.module.net[0].weight)
 
 
-def test_a_record_that_says_saved_never_precedes_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.long)])
+def test_a_record_that_says_saved_never_precedes_the_checkpoint(stride: int, tmp_path: Path) -> None:
     """A machine may be lost between any two writes, and the next one has to continue."""
-    for allowed in range(1, 60, 4):
+    for allowed in range(1, 60, stride):
         fsspec.filesystem("memory").store.clear()
         patched, left = pytest.MonkeyPatch(), [allowed]
         patched.setattr(mirrors, "MOST_FAILURES", 1)

@@ -194,7 +194,9 @@ def test_one_process_holds_one_tensor_beyond_its_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    ("backend", "size"), [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.long), ("fsdp", 3)]
+)
 def test_ranks_hold_one_tensor_beyond_their_state(backend: str, size: int, tmp_path: Path) -> None:
     ranks = run_world(size, streamed.bytes_held, directory=str(tmp_path), backend=backend)
     for rank, found in enumerate(ranks):
@@ -205,9 +207,16 @@ def test_ranks_hold_one_tensor_beyond_their_state(backend: str, size: int, tmp_p
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["file", "export"])
 @pytest.mark.parametrize(
-    ("backend", "size"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.long)]
+    ("backend", "size", "how"),
+    [
+        ("ddp", 2, "file"),
+        ("fsdp", 2, "export"),
+        pytest.param("ddp", 2, "export", marks=pytest.mark.long),
+        pytest.param("fsdp", 2, "file", marks=pytest.mark.long),
+        pytest.param("fsdp", 3, "file", marks=pytest.mark.long),
+        pytest.param("fsdp", 3, "export", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_that_load_weights_hold_one_additional_tensor(backend: str, size: int, how: str, tmp_path: Path) -> None:
     for found in run_world(size, streamed.started, directory=str(tmp_path), backend=backend, how=how):

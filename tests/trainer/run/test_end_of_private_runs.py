@@ -24,12 +24,14 @@ def said(module: ts.ModuleInterface, directory: Path, out: pytest.CaptureFixture
     return out.readouterr().out
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_complete_run_does_not_report_a_spent_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(Classifier(), tmp_path, capsys, target_epsilon=3.0)
     assert "12 taken, 12 planned" in text
     assert "budget is spent" not in text
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_spent_budget_is_reported_with_the_stated_epsilon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(Classifier(), tmp_path, capsys, noise_multiplier=1.0, max_epsilon=3.0)
     spent = text.split("budget is spent: epsilon is ")[1].split(" ")[0]

@@ -151,10 +151,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAVING = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=2)}
 
 
-@pytest.mark.parametrize("point", [*COUNTED, *REPEATED])
-def test_train_after_an_exception_ends_as_an_uninterrupted_run(point: str, tmp_path: Path, directory: Path) -> None:
+POINTS = [*COUNTED, *REPEATED]
+
+
+def some_settings(point: str) -> list[str]:
+    """Two of four settings for each point, and others for the next point; those that save or ask need theirs."""
+    names, number = [*SETTINGS], POINTS.index(point)
+    needed = ["asked"] if point == "validate_every" else ["max_steps"] if "save" in point else []
+    return [*dict.fromkeys([*needed, names[number % 4], names[(number + 1) % 4]])]
+
+
+@pytest.mark.parametrize("all_settings", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("point", POINTS)
+def test_train_after_an_exception_ends_as_an_uninterrupted_run(
+    point: str, all_settings: bool, tmp_path: Path, directory: Path
+) -> None:
     came = 0
-    for setting in SETTINGS:
+    for setting in SETTINGS if all_settings else some_settings(point):
         saving = SAVING if "save" in point and setting == "max_steps" else {}
         breaks = Breaks(point)
         trainer = watched(breaks, tmp_path / setting, setting, **saving)

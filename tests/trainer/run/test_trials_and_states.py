@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 import trainstack as ts
-from tests.helpers.beginnings import begun, unlike
+from tests.helpers.beginnings import Begins, begun, unlike
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from trainstack.checkpointing.difference import differences
 from trainstack.trainer.core.state_tree import OldState, copied, with_old_values
@@ -87,18 +88,28 @@ def test_a_changed_attribute_outside_of_states_is_named(
     assert "Counting.net.0.calls, Counting.seen. Only the result of get_state was restored." in message
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plain")
+
+
+@cache
+def plain(directory: Path) -> Begins:
+    return begun(directory, "hook", "advance", set())
+
+
 @pytest.mark.parametrize("trial", TRIALS)
-def test_runs_with_trials_have_the_bits_of_one_without(trial: str, tmp_path: Path) -> None:
+def test_runs_with_trials_have_the_bits_of_one_without(trial: str, directory: Path, tmp_path: Path) -> None:
     """The run has six interruptions, each followed by another trial."""
     stops = {1, 4, 5, 6, 9, 12}
     changes = {**TRIALS[trial], "search": trial == "find_lr"}
-    plain = begun(tmp_path / "plain", "hook", "advance", set())
+    module = plain(directory)
     broken = begun(tmp_path / "broken", "hook", "advance", set(stops), **changes)
     begun(tmp_path / "unbroken", "hook", "advance", set(), **changes)
 
-    assert unlike(tmp_path / "plain", tmp_path / "unbroken") == []
-    assert unlike(tmp_path / "plain", tmp_path / "broken") == []
-    assert plain.keeps.state()["draws"] == broken.keeps.state()["draws"]
+    assert unlike(directory, tmp_path / "unbroken") == []
+    assert unlike(directory, tmp_path / "broken") == []
+    assert module.keeps.state()["draws"] == broken.keeps.state()["draws"]
 
 
 class Remembers(ts.Callback):

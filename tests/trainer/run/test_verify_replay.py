@@ -45,7 +45,9 @@ def test_a_run_whose_steps_run_twice_has_the_same_bits(tmp_path: Path, changes: 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "changes", [{}, {"gpu_batch_size_limit": 3, "backend": "ddp-bf16"}, {"backend": "fsdp"}], ids=str
+    "changes",
+    [pytest.param({}, marks=pytest.mark.long), {"gpu_batch_size_limit": 3, "backend": "ddp-bf16"}, {"backend": "fsdp"}],
+    ids=str,
 )
 def test_ranks_run_the_same_steps_twice(tmp_path: Path, changes: dict[str, Any]) -> None:
     """The last step of an epoch has a borrowed micro-batch on one rank."""

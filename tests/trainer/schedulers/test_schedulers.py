@@ -64,11 +64,11 @@ def test_a_scheduler_steps_once_an_update_over_resumes(kind: str, tmp_path: Path
 
     unbroken = Scheduled(kind)
     train(unbroken, tmp_path / "unbroken", epochs=2)
-    saving: dict[str, Any] = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=1), "epochs": 2}
+    every_step, every_epoch = (ts.DefaultCheckpointerArguments(every_n_steps=steps) for steps in (1, None))
     with pytest.raises(KeyboardInterrupt):
-        train(Scheduled(kind, stop_at=8), tmp_path / "cut", **saving)
+        train(Scheduled(kind, stop_at=8), tmp_path / "cut", epochs=2, checkpointer_args=every_step)
     resumed = Scheduled(kind)
-    train(resumed, tmp_path / "cut", resume=True, **saving)
+    train(resumed, tmp_path / "cut", epochs=2, resume=True, checkpointer_args=every_epoch)
 
     assert unbroken.rates == pytest.approx(expected, abs=1e-15)
     assert resumed.rates == unbroken.rates[7:]
