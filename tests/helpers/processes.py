@@ -11,6 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 
 from tests.helpers.patience import patience
 from tools.ranks.pool import RankPool, world_environment
+from tools.ranks.process import load, work
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +54,7 @@ def run_agents(
     elastic: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """The same through `torch.distributed.run`: one agent a node, which meet over c10d on the loopback interface.
+    """The same through `torch.distributed.run` on several nodes: one agent a node, which meet over c10d on loopback.
 
     With `elastic` the run may continue with fewer nodes, the last node kills itself, and only rank 0 has to answer.
     """
@@ -84,6 +88,54 @@ def run_agents(
         missing = [answer.name for answer in answers if not answer.exists()]
         assert not missing, f"no {missing}:\n" + "\n".join(error[-3000:] for error in errors)
         return [json.loads(answer.read_text()) for answer in answers]
+
+
+def run_agent(size: int, function: Callable[..., Any], *extra: str, timeout: float = 60.0, **options: Any) -> list[Any]:
+    """The same through `torch.distributed.run` on one node. Agent and ranks are forked, so they import no torch."""
+    import torch._dynamo  # noqa: F401 - which optimizers import when they are made
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "agent.stderr"
+        arguments = [f"--nproc-per-node={size}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        arguments += ["--rdzv-conf=is_host=1", *extra, "--start-method=fork", "unused"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: other threads are not forked
+            agent = os.fork()
+        if not agent:
+            try:
+                warnings.simplefilter("ignore", DeprecationWarning)
+                for number, target, mode in ((1, os.devnull, os.O_WRONLY), (2, str(errors), os.O_WRONLY | os.O_CREAT)):
+                    os.dup2(os.open(target, mode), number)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                os.chdir(ROOT)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                config = config_from_args(get_args_parser().parse_args(arguments))[0]
+                elastic_launch(config, work_as_rank)(name_of(function), options, Path(folder))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + patience(timeout)
+        while os.waitpid(agent, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(agent, signal.SIGKILL)
+            time.sleep(0.01)
+        answers = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        missing = [answer.name for answer in answers if not answer.exists()]
+        assert not missing, f"no {missing}:\n{errors.read_text()[-6000:]}"
+        return [json.loads(answer.read_text()) for answer in answers]
+
+
+def work_as_rank(function: str, options: dict[str, Any], folder: Path) -> None:
+    """In a rank that was forked from an agent: modules that note the rank are imported again."""
+    for name in [name for name in sys.modules if name.startswith("tests.helpers.workers")]:
+        del sys.modules[name]
+    work(load(function), options, folder)
 
 
 def run_world(

@@ -211,7 +211,11 @@ def test_steps_within_a_budget_are_counted_by_the_tighter_accountant() -> None:
 @both
 @pytest.mark.parametrize(
     ("budget", "history", "sigma", "q"),
-    [(2.0, [], 1.0, 0.02), (3.0, [(0.9, 0.02, 40)], 1.2, 0.05), (0.5, [], 1.5, 0.001)],
+    [
+        pytest.param(2.0, [], 1.0, 0.02, marks=pytest.mark.long),
+        (3.0, [(0.9, 0.02, 40)], 1.2, 0.05),
+        (0.5, [], 1.5, 0.001),
+    ],
 )
 def test_a_budget_allows_all_steps_within_it_and_no_more(
     accountant: str, budget: float, history: list[tuple[float, float, int]], sigma: float, q: float

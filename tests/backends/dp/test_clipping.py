@@ -96,9 +96,16 @@ def clippers(parameters: int) -> list[Clipper]:
     ]
 
 
-@pytest.mark.parametrize("asked", [mode for mode in MODES if mode != "loop"])
+@pytest.mark.parametrize(
+    ("asked", "shape"),
+    [
+        pytest.param(asked, shape, marks=pytest.mark.long if shape != "plain" and asked in ("hooks", "ghost") else ())
+        for asked in MODES
+        for shape in ("plain", "tied modules", "padded mean")
+        if asked != "loop"
+    ],
+)
 @pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("shape", ["plain", "tied modules", "padded mean"])
 def test_modes_agree_with_the_loop_under_every_kind_of_clipping(asked: str, kind: int, shape: str) -> None:
     module, batches = make(shape, per_record=asked == "ghost")
     parameters = trained(module)

@@ -11,7 +11,7 @@ import torch
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
-from tests.helpers.processes import run_agents, run_world
+from tests.helpers.processes import run_agent, run_world
 from tests.helpers.workers import checkpoints, collectives, evaluation, failures, training
 from tests.helpers.workers.training import equality, picky
 
@@ -241,7 +241,7 @@ def test_a_wrong_option_of_ddp_is_refused_with_a_correction(option: str, said: s
 @pytest.mark.spec("F209")
 def test_a_checkpoint_that_fails_in_the_background_ends_all_processes(tmp_path: Path) -> None:
     # under torchrun, whose agent keeps the report that rank 0 leaves in the store when it ends
-    main, other = run_agents(1, 2, failures.background_failure, directory=str(tmp_path))
+    main, other = run_agent(2, failures.background_failure, directory=str(tmp_path))
 
     assert main["error"].startswith("CheckpointError: ")
     assert "the disk is gone" in main["error"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.processes.test_ddp import alone, close
-from tests.helpers.processes import run_agents
+from tests.helpers.processes import run_agent, run_agents
 from tests.helpers.workers import checkpoints, training
 
 pytestmark = pytest.mark.distributed
@@ -25,9 +25,7 @@ def test_two_nodes_of_two_processes_end_as_one_process() -> None:
 
 
 def test_a_restarted_group_continues_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    ranks = run_agents(
-        1, 2, checkpoints.killed_once, "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path)
-    )
+    ranks = run_agent(2, checkpoints.killed_once, "--max-restarts=1", "--monitor-interval=0.2", directory=str(tmp_path))
 
     for rank in ranks:
         assert rank["restarts"] == 1

@@ -99,8 +99,12 @@ class _Wrong(ts.SupervisedModule):
             self.model[0].weight.register_hook(torch.neg)
 
 
-def refusal(kind: str) -> str:
-    """The error that a kind of module ends with."""
+def refusals(kinds: list[str]) -> dict[str, str]:
+    """The error that each kind of module ends with."""
+    return {kind: _refusal(kind) for kind in kinds}
+
+
+def _refusal(kind: str) -> str:
     options: dict[str, Any] = {"units": ["Attention"]} if kind == "unknown unit" else {}
     try:
         ts.Trainer(_Wrong(kind), arguments("unused", backend="fsdp", backend_options={"fsdp": options})).train()

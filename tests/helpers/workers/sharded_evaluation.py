@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
@@ -44,17 +43,21 @@ class Evaluates(ts.SupervisedModule):
         return super().val_step(global_step, batch, device)
 
 
-def _trainer(module: ts.ModuleInterface, directory: str, backend: str, **given: Any) -> ts.Trainer:
+def _trainer(
+    module: ts.ModuleInterface, directory: str, backend: str, metrics: dict[str, Any] | None = None, **given: Any
+) -> ts.Trainer:
     if backend == "fsdp":
         given["backend_options"] = {"fsdp": {"gather_for_evaluation": False}}
     args = arguments(directory, backend=backend, train_batch_size=6, val_batch_size=2, **given)
-    return ts.Trainer(module, args, metrics={"error": torchmetrics.MeanAbsoluteError()})
+    return ts.Trainer(module, args, metrics=metrics)
 
 
 def evaluations(directory: str, backend: str) -> dict[str, Any]:
     """Everything that evaluates, over numbers of samples that the ranks cannot divide."""
-    module = Evaluates()
-    trainer = _trainer(module, directory, backend, epochs=2, validate_every=1, sanity_val_steps=1)
+    import torchmetrics  # which other functions here do without, because it takes long
+
+    module, metrics = Evaluates(), {"error": torchmetrics.MeanAbsoluteError()}
+    trainer = _trainer(module, directory, backend, metrics, epochs=2, validate_every=1, sanity_val_steps=1)
     trainer.train()
     found: dict[str, Any] = {
         name: trainer.history.get_metric_values(name) for name in ("val/loss", "val/error", "train/loss_epoch")

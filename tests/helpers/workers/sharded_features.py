@@ -183,7 +183,7 @@ def optimizes(backend: str, directory: str, names: list[str]) -> Any:
             [p for p in parameters if p.requires_grad], **kwargs
         )
         try:
-            ts.Trainer(made, arguments(directory, **options(backend))).train()
+            ts.Trainer(made, arguments(directory, **options(backend, epochs=1))).train()
             found[name] = weights(made).tolist()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"

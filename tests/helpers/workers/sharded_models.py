@@ -178,12 +178,12 @@ class Classifies(ts.ModuleInterface):
 def train(
     name: str, backend: str, units: list[str] | None = None, dtype: str = "float64", **given: Any
 ) -> dict[str, Any]:
-    """Train three epochs of 13 samples in steps of 12; weights, losses, norms and the names of the units."""
+    """Train two epochs of 13 samples in steps of 12; weights, losses, norms and the names of the units."""
     module = Classifies(name, units, dtype)
     args = arguments(
         "unused",
         backend=backend,
-        epochs=3,
+        epochs=2,
         train_batch_size=12,
         gpu_batch_size_limit=2,
         max_grad_norm=0.5,
