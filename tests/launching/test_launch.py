@@ -29,6 +29,7 @@ from tests.helpers import launched, torchrun_script
 from tests.helpers.patience import patience
 from tests.helpers.processes import free_port
 from trainstack.launching import launch as launching
+from trainstack.launching.options import check_options
 from trainstack.launching.watchdog import WorkerWatchdog, launch_error
 
 pytestmark = pytest.mark.distributed
@@ -400,6 +401,14 @@ def test_the_number_of_processes_is_not_guessed() -> None:
 def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         launch(launched.talk, **changes)
+
+
+def test_any_other_word_names_a_folder_of_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "errors").mkdir()
+    for given in ("logs", "./onlyerror", "errors", Path("all")):
+        assert check_options(1, 1, None, None, 0, given, None, 1.0, None).output == str(tmp_path / given)
+    assert {path.name for path in tmp_path.iterdir()} >= {"logs", "onlyerror", "errors", "all"}
 
 
 def test_a_variable_that_no_system_takes_leaves_nothing_behind() -> None:

@@ -196,6 +196,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: ts.Trainer(Classifier(), max_epochs=3),  # type: ignore[arg-type]
         "Trainer has no argument 'max_epochs'. Write epochs.",
     ),
+    "a trainer without a module": (
+        lambda folder: ts.Trainer(max_epochs=8),  # type: ignore[arg-type]
+        "Trainer has no argument 'max_epochs'. Write epochs. Settings go into TrainerArguments: Trainer(module, "
+        "TrainerArguments(epochs=8)).",
+    ),
+    "a trainer without arguments": (
+        lambda folder: ts.Trainer(),
+        "Trainer was made without a module. Write Trainer(module, TrainerArguments(...)); train() takes no model.",
+    ),
     "module and args swapped": (
         lambda folder: ts.Trainer(ARGUMENTS, Classifier()),  # type: ignore[arg-type]
         "module and args have changed places. Write Trainer(module, args).",
@@ -307,6 +316,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         called(lambda module, batch: module.log("loss", 1.0, prog_bar=True, on_epoch=True)),
         "self.log has no argument 'prog_bar', 'on_epoch'. Write self.log('loss', value).",
     ),
+    "the checkpoint of a class": (
+        lambda folder: Classifier.load_from_checkpoint("last.ckpt"),  # type: ignore[attr-defined]
+        "Classifier has no load_from_checkpoint. Make the module, and call trainstack.warm_start(module, path, "
+        "strict=True).",
+    ),
     "the module of Lightning": (lambda folder: ts.LightningModule, "Write trainstack.ModuleInterface"),
     "the checkpoints of Lightning": (lambda folder: ts.ModelCheckpoint, "Write TrainerArguments(checkpointer_args="),
     "a logger of Lightning": (lambda folder: ts.CSVLogger, 'Write TrainerArguments(writers=["csv"])'),
@@ -342,6 +356,7 @@ def test_a_mistake_gets_the_sentence_that_helps(mistake: str, tmp_path: Path) ->
         (called(lambda module, batch: module.device), "Broken has no device. Steps get it as an argument"),
         (called(lambda module, batch: module.trainer.global_step), "Broken has no trainer. Hooks of a Callback get it"),
         (lambda folder: Hyper(), "Hyper has no save_hyperparameters. Set self.hyperparameters in __init__."),
+        (lambda folder: Classifier().load_from_checkpoint, "Classifier has no load_from_checkpoint. Make the module"),
         (called(lambda module, batch: module.log_dict({})), "Broken has no log_dict. Call self.log(name, value)"),
         (called(lambda module, batch: module.print(1)), "Broken has no print. Write trainstack.print_once(...)"),
         (called(lambda module, batch: module.current_epoch), "Broken has no current_epoch. on_begin_train_epoch("),
