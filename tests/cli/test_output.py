@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import subprocess
@@ -358,7 +359,6 @@ def test_a_training_is_quiet_or_verbose(
 
 def test_verbose_shows_the_traceback_of_an_error_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINSTACK_TRACEBACK", raising=False)
-    monkeypatch.setattr(printing, "print_json", lambda value: 1 / 0)
     monkeypatch.setattr("trainstack.cli.explain.print_json", lambda value: 1 / 0)
     assert main(["explain", "sp", "--json"]) == 2
     with pytest.raises(ZeroDivisionError):
@@ -401,7 +401,7 @@ def test_color_is_chosen_by_the_option_before_the_environment(
     ("words", "message"),
     [
         (["--color", "blue", *PLAN], "--color blue: write auto, always, never."),
-        ([*PLAN, "--color"], "--color : write auto, always, never."),
+        ([*PLAN, "--color"], "--color: write auto, always, never."),
         (["-q", "-v", *PLAN], "-q prints nothing, and -v prints more. Remove one of them."),
     ],
 )

@@ -280,12 +280,12 @@ def test_a_tolerance_does_not_hide_other_differences(fields: dict[str, Any], qua
 
 
 def test_digests_of_weights_and_gradients_have_no_tolerance(runs: dict[str, Path], tmp_path: Path) -> None:
-    other = trained(tmp_path, flip_bit(0), record="full")
+    other = trained(tmp_path, flip_bit(15), record="full")
 
-    assert ts.compare_runs(runs["full"], other).quantity == "optimizer"
-    found = ts.compare_runs(runs["full"], other, tolerance=1e-4)
+    assert ts.compare_runs(runs["full"], other).step == 6
+    found = ts.compare_runs(runs["full"], other, tolerance=1e-2)
     assert found.same
-    assert 0 < (found.largest_error or 0.0) < 1e-4
+    assert 0 < (found.largest_error or 0.0) < 1e-2
 
 
 @pytest.mark.parametrize("limits", [{"tolerance": -1.0}, {"absolute_tolerance": np.inf}, {"tolerance": np.nan}])
@@ -367,8 +367,8 @@ def test_the_command_has_an_exit_code_for_each_answer(tmp_path: Path, capsys: py
     assert (answer["same"], answer["step"], answer["quantity"], answer["same_until"]) == (False, 2, "forward", 1)
     assert main(["compare", str(one), str(two), "--tolerance", "1e-3", "--absolute_tolerance", "0.3"]) == 0
     assert capsys.readouterr().out == (
-        "same to a tolerance of 0.001 (relative) or 0.3 (absolute) in 2 global steps; the largest relative difference of "
-        "a loss or gradient norm is 0.5\n"
+        "same to a tolerance of 0.001 (relative) or 0.3 (absolute) in 2 global steps; the largest relative difference "
+        "of a loss or gradient norm is 0.5\n"
     )
     assert main(["compare", str(one), str(two), "--tolerance", "1e-3", "--target", "my.py:Net"]) == 2
     assert "--tolerance allows other bits. Remove one of them." in capsys.readouterr().err

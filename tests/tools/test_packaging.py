@@ -140,7 +140,9 @@ def test_the_demo_installs_less_than_the_tests_and_an_interrupted_installation_i
     def make(target: str, breaks: str = "") -> list[str]:
         log.write_text("")
         command = ["make", target, "ARGS="]
-        subprocess.run(command, cwd=tmp_path, env=environment | {"BREAKS": breaks}, capture_output=True, check=not breaks)
+        subprocess.run(
+            command, cwd=tmp_path, env=environment | {"BREAKS": breaks}, capture_output=True, check=not breaks
+        )
         return log.read_text().splitlines()
 
     demo, tests = ".[sklearn,dp]", ".[dev,demo,docs,dp,tensorboard]"

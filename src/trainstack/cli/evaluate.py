@@ -142,7 +142,11 @@ def _make_parser(command: str, target: str | None) -> Parser:
         parser.add_argument("--data", metavar="DATA", default="test", help=f"{data} (default: %(default)s)")
         output = "FILE.pt for torch.load, FILE.npz for numpy.load, or FILE.jsonl with one line for each sample"
         parser.add_argument(
-            "--output", metavar="FILE", type=Path, default=Path("predictions.pt"), help=f"{output} (default: %(default)s)"
+            "--output",
+            metavar="FILE",
+            type=Path,
+            default=Path("predictions.pt"),
+            help=f"{output} (default: %(default)s)",
         )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -170,7 +174,7 @@ def _run(command: str, target: str | None, path: str | None, options: list[str])
             rows = [(name, _as_text(value)) for name, value in found["metrics"].items()]
     if trainer.is_main_process:
         step = trainer.state.global_step if weights.step is None else weights.step
-        _print(given, weights, arguments, step, rows, found)
+        _show(given, weights, arguments, step, rows, found)
 
 
 def _data_of(options: Sequence[str]) -> str | None:
@@ -191,8 +195,8 @@ def _metrics(trainer: Trainer, command: str) -> dict[str, Any]:
     if not found.metrics:
         step, name = _STEPS[command], type(trainer.module).__name__
         raise ConfigurationError(
-            f"{name} has recorded no metric of {command}. Define get_{step}_dataloaders(self, sampler, batch_size), and "
-            f"return the loss from {step}_step or give the module metrics."
+            f"{name} has recorded no metric of {command}. Define get_{step}_dataloaders(self, sampler, batch_size), "
+            f"and return the loss from {step}_step or give the module metrics."
         )
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in found.metrics.items()}
 
@@ -205,7 +209,7 @@ def _as_text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _print(
+def _show(
     given: argparse.Namespace,
     weights: _Weights,
     arguments: TrainerArguments,

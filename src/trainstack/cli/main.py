@@ -41,8 +41,9 @@ COMMANDS = {
 }
 """The commands with their help. `module_of` imports the module of a command when it is chosen.
 
-It has `add(subparsers)`, which sets the default `run`: arguments to exit code. Those of `READ_WORDS`, whose options are
-the fields of `TrainerArguments`, have `run(command, words)` for the words behind their name, and `make_parser(command)`.
+It has `add(subparsers)`, which sets the default `run`: arguments to exit code. Those of `READ_WORDS`, whose options
+are the fields of `TrainerArguments`, have `run(command, words)` for the words behind their name, and
+`make_parser(command)`.
 """
 
 READ_WORDS = ("train", "validate", "test", "predict", "plan")

@@ -161,8 +161,8 @@ def _samples(outputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     lengths = {_length(value) for value in _leaves(outputs)} - {None}
     if len(lengths) != 1:
         raise ModuleContractError(
-            f"predict_step returned tensors and lists of the lengths {sorted(map(str, lengths))} for one batch, and each "
-            "sample gets one line. Return values with one item for each sample, or write --output FILE.pt."
+            f"predict_step returned tensors and lists of the lengths {sorted(map(str, lengths))} for one batch, and "
+            "each sample gets one line. Return values with one item for each sample, or write --output FILE.pt."
         )
     for index in range(lengths.pop() or 0):
         yield {str(key): _item(value, index) for key, value in outputs.items()}

@@ -232,7 +232,7 @@ def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]
         elif name == "--color":
             color = value if equals else next(own, "")
             if color not in _COLORS:
-                raise ConfigurationError(f"--color {color}: write {', '.join(_COLORS)}.")
+                raise ConfigurationError(f"{f'--color {color}'.rstrip()}: write {', '.join(_COLORS)}.")
         else:
             left.append(word)
     if len(given) > 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from trainstack._yaml import write_yaml
 from trainstack.cli.main import Parser

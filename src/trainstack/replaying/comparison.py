@@ -175,7 +175,10 @@ def compare_to_tolerance(
     one, other = _of_all_ranks(recorded, span), _of_all_ranks(replayed, span)
     common = np.intersect1d(one["step"], other["step"])
     one, other = (side[np.isin(side["step"], common)] for side in (one, other))
-    errors = {"forward": relative_errors(one["loss"], other["loss"]), "backward": relative_errors(one["norm"], other["norm"])}
+    errors = {
+        "forward": relative_errors(one["loss"], other["loss"]),
+        "backward": relative_errors(one["norm"], other["norm"]),
+    }
     worst = max((float(np.nanmax(error, initial=0.0)) for error in errors.values()), default=0.0)
     differ = {
         "learning rate": one["rates"] != other["rates"],

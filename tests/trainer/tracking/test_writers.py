@@ -288,9 +288,7 @@ def test_stdout_outlives_its_stream_and_its_encoding() -> None:
 def test_the_log_has_the_metrics_of_each_step_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "trainstack"):
         saving = ts.DefaultCheckpointerArguments(checkpoint=False)
-        trainer = train(
-            Classifier(validate=True), tmp_path, writers=["logging"], log_every=3, checkpointer_args=saving
-        )
+        trainer = train(Classifier(validate=True), tmp_path, writers=["logging"], log_every=3, checkpointer_args=saving)
     found: list[Any] = [one for one in caplog.records if hasattr(one, "metrics")]
 
     for name, column in trainer.history.to_dict().items():

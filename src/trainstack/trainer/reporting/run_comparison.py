@@ -285,9 +285,7 @@ def _starts(one: StepLog, other: StepLog, step: int | None) -> tuple[dict[str, s
 _Column = np.ndarray[Any, np.dtype[Any]]
 
 
-def _over_ranks(
-    mine: Sequence[StepLog], theirs: Sequence[StepLog], limits: Tolerance | None
-) -> FirstDifference | None:
+def _over_ranks(mine: Sequence[StepLog], theirs: Sequence[StepLog], limits: Tolerance | None) -> FirstDifference | None:
     """As `first_difference` for unlike numbers of ranks: the loss of all ranks, norm, rates and skipped steps."""
     found = first_difference(mine[0], theirs[0], shares=False, tolerance=limits)
     steps, one, other = _common_losses(mine, theirs)

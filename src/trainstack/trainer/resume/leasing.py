@@ -11,8 +11,8 @@ from typing import Any
 
 from trainstack._files import real_path
 from trainstack.checkpointing import DefaultCheckpointer, Lease
-from trainstack.trainer.context import RunContext
 from trainstack.trainer.arguments import WITHOUT_FILES
+from trainstack.trainer.context import RunContext
 from trainstack.trainer.tracking.writers import LoggingWriter, StdoutWriter
 
 

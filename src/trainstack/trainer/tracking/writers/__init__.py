@@ -19,9 +19,9 @@ from trainstack.trainer.tracking.writers.trackers import MlflowWriter, TrackioWr
 def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
     """Make the writers that are named, and keep those that are given; none of them is opened.
 
-    Names: `"stdout"` (summaries), `"logging"` (the logger "trainstack.metrics"), `"csv"` (`log_dir/metrics.csv`), `"jsonl"` (`log_dir/metrics.jsonl`),
-    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"`, `"trackio"`, `"comet"`, `"clearml"`, `"aim"`,
-    `"dvclive"` and `"prometheus"` with their own defaults.
+    Names: `"stdout"` (summaries), `"logging"` (the logger "trainstack.metrics"), `"csv"` (`log_dir/metrics.csv`),
+    `"jsonl"` (`log_dir/metrics.jsonl`), `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"`,
+    `"trackio"`, `"comet"`, `"clearml"`, `"aim"`, `"dvclive"` and `"prometheus"` with their own defaults.
 
     Raises:
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
