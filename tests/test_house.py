@@ -62,7 +62,7 @@ ORDER = (
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
 MAX_FILES = 486
-MAX_LINES = 84_000
+MAX_LINES = 84_400
 
 # Modules that `import trainstack` must not load: each costs every process of every run, most runs never use it.
 HEAVY = (

@@ -119,7 +119,7 @@ def test_the_density_is_printed_for_each_folder_with_code(
     assert words.main() == 0
 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [(row[0], row[1], row[7], row[9]) for row in rows] == [
+    assert [(row[0], row[1], row[8], row[10]) for row in rows] == [
         ("src/trainstack/cli", "6", "50.0", "100.0"),
         ("tools", "2", "50.0", "0.0"),
         ("all", "8", "50.0", "75.0"),

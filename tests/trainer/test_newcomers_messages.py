@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,13 @@ def test_an_attribute_of_another_object_is_not_explained(tmp_path: Path) -> None
     with pytest.raises(AttributeError) as raised:
         called(lambda module, batch: module.net.device)(tmp_path)
     assert not any("Steps get it" in one for one in raised.value.__notes__)
+
+
+def test_a_slip_in_the_name_of_a_class_gets_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError) as raised:
+        ts.Trianer
+    sys.__excepthook__(raised.type, raised.value, None)
+    assert "Did you mean: 'Trainer'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("below", ["", "run"])
