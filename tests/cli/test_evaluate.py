@@ -165,6 +165,9 @@ def test_the_arguments_of_the_run_are_defaults_and_its_processes_are_not_needed(
         assert "ddp-bf16" in config.read_text()
         assert "timeout_s: 60.0" in config.read_text()
         rounded = answer(capsys, "validate", "my.py:Line", "run")["metrics"]["val/loss"]
+        config.write_text(text.replace("backend: auto\n", "backend: 3\n"))
+        assert main(["validate", "my.py:Line", "run"]) == 2
+        assert "run/config.yaml: backend: 3: write text" in capsys.readouterr().err
     finally:
         config.write_text(text)
     exact = loss_of("run/checkpoints/last", slice(5))

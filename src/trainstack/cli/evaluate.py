@@ -102,12 +102,13 @@ class _Weights:
 
 def _for_this_process(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a run on several processes for this one, unless a launcher has started it."""
-    backend = values.get("backend", "auto")
-    if registered_backend(backend) is not None or expand_auto("auto") != "sp":
+    backend, options = values.get("backend", "auto"), values.get("backend_options", {})
+    is_wrong = not isinstance(backend, str) or not isinstance(options, dict)  # which `Inputs` reports
+    if is_wrong or registered_backend(backend) is not None or expand_auto("auto") != "sp":
         return values
     layers = [one for one in parse_spec(backend) if not one.layer.joins_processes and one.token != "sp"]
     tokens = ["sp", *(one.token for one in layers)]
-    options = {name: one for name, one in values.get("backend_options", {}).items() if name.replace("_", "-") in tokens}
+    options = {name: one for name, one in options.items() if name.replace("_", "-") in tokens}
     return {**values, "backend": "-".join(tokens), "backend_options": options, "distributed_training_args": None}
 
 
