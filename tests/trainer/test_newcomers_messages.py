@@ -378,7 +378,7 @@ def test_an_attribute_of_another_object_is_not_explained(tmp_path: Path) -> None
 
 def test_a_slip_in_the_name_of_a_class_gets_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError) as raised:
-        ts.Trianer
+        _ = ts.Trianer
     sys.__excepthook__(raised.type, raised.value, None)
     assert "Did you mean: 'Trainer'?" in capsys.readouterr().err
 
