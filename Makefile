@@ -111,6 +111,7 @@ differential: $(VENV)/.stamp ## compare random trainings with a plain loop, bit 
 docs: $(VENV)/.stamp ## build the documentation into build/site
 	$(BIN)/mkdocs build --strict --site-dir build/site
 	$(BIN)/python tools/public_names.py build/site
+	$(BIN)/python -m tools.site_checks build/site
 
 wheel: $(VENV)/.stamp ## build the wheel, install it alone in a fresh environment, and run the quickstart there
 	$(BIN)/python -m tools.wheel

@@ -11,6 +11,8 @@ import subprocess
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
+import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 
@@ -31,27 +33,34 @@ EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "100"))
 hypothesis.settings.register_profile("trainstack", derandomize=SEED == 0, deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("trainstack")
 
+MEMORY = "/dev/shm"
+"""A file system without a disk, on Linux. Each fsync waits milliseconds for a disk, and each training makes dozens."""
+ROOM = 4 << 30  # bytes; the files of a whole run and of the two before it take less than 2 GiB
+if os.path.isdir(MEMORY) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("TMPDIR", MEMORY)  # for child processes too
+    tempfile.tempdir = None  # an import may have read the variable before
+
 NOT_FAST = ("distributed", "processes", "slow")
-"""The markers that `--fast` leaves out."""
+"""The markers of tests that `--fast` skips."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--fast`, for daily work, and `--long`, for `make test-long`."""
-    parser.addoption("--fast", action="store_true", help=f"leave out tests that are marked {', '.join(NOT_FAST)}")
-    parser.addoption("--long", action="store_true", help="run tests that are marked long as well")
+    """Add `--fast`, for daily work, and `--long`, for `make test-long`."""
+    parser.addoption("--fast", action="store_true", help=f"skip tests with the markers {', '.join(NOT_FAST)}")
+    parser.addoption("--long", action="store_true", help="also run tests with the marker long")
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers_in_every_run() -> None:
-    """Begin each test at `TEST_SEED`: else torch draws other weights in each run, and one in thousands is special."""
+def equal_random_numbers_in_every_run() -> None:
+    """Begin each test with the seed `TEST_SEED`. Otherwise each run has other weights, and a test fails by chance."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
 
 
 @pytest.fixture(autouse=True)
-def the_logger_lets_everything_through() -> Iterator[None]:
-    """`caplog` sees what a run logs at INFO; without a level the root logger would let warnings through only."""
+def records_of_all_levels() -> Iterator[None]:
+    """`caplog` collects the records of level INFO. Without this level the root logger passes only warnings."""
     logger = logging.getLogger("trainstack")
     logger.setLevel(logging.DEBUG)
     yield
@@ -60,7 +69,7 @@ def the_logger_lets_everything_through() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_global_torch_state_left() -> Iterator[None]:
-    """Fail a test that changes a default of torch and leaves it so: the next test would run under it."""
+    """Fail a test that does not restore a default of torch: the next test would run with the changed one."""
     before = _torch_globals()
     yield
     after = _torch_globals()
@@ -68,7 +77,7 @@ def no_global_torch_state_left() -> Iterator[None]:
     torch.set_grad_enabled(before["grad mode"])
     left = [f"{name}: was {before[name]}, is {after[name]}" for name in before if before[name] != after[name]]
     if left:
-        pytest.fail("the test left torch's global state changed: " + "; ".join(left))
+        pytest.fail("the test did not restore torch's global state: " + "; ".join(left))
 
 
 def _torch_globals() -> dict[str, object]:
@@ -80,7 +89,7 @@ def _torch_globals() -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process group of this one process around each test of a stack that joins processes; the layer adopts it."""
+    """Make a process group of this process for each test of `ddp` or `fsdp`; the layer uses the existing group."""
     parameters = getattr(request.node, "callspec", None)
     specs = [value for value in parameters.params.values() if isinstance(value, str)] if parameters else []
     if not any(spec.split("-")[0] in ("ddp", "fsdp") for spec in specs):
@@ -93,7 +102,7 @@ def world_of_one(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def unprobed() -> Iterator[None]:
-    """For tests of other parts: private runs of this process begin in a third of the time."""
+    """Private runs of this process start without probes, in a third of the time: for tests of other parts."""
     from tools.attacks.runs import unprobed as without_probes
 
     with without_probes():
@@ -116,7 +125,7 @@ def no_process_without_a_marker(request: pytest.FixtureRequest, monkeypatch: pyt
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the options leave out, put the longest first, and skip GPU tests where there is none."""
+    """Deselect tests by the options, run slow groups first, and skip GPU tests without a GPU."""
     names = (*(NOT_FAST if config.getoption("--fast") else ()), *(() if config.getoption("--long") else ("long",)))
     left_out = {item for item in items if any(item.get_closest_marker(name) for name in names)}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
@@ -131,14 +140,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the objects of all imported modules out of garbage collections: a full one takes half a second otherwise."""
+    """Exclude the objects of imported modules from garbage collection: a full collection would take half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Print the words of the requirements below the traceback of a test that failed."""
+    """Print the text of the requirements below the traceback of a failed test."""
     report = yield
     ids = [id_ for marker in item.iter_markers("spec") for id_ in marker.args]
     if report.failed and ids:
@@ -147,7 +156,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print each reason for skipping with its count, so that a skip never goes unseen."""
+    """Print each reason for skipping with its count."""
     reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped, by reason")

@@ -1,6 +1,6 @@
-"""Private training that does not keep its promise, in 16 ways; run as `make bench ARGS=audit` it audits each.
+"""Break private training in 16 ways, and audit each; `make bench ARGS=audit` runs it.
 
-A table says which probe sees each fault, and how often the audit finds fault with correct training.
+A table shows the probes that find each fault, and the false alarms of audits of correct training.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ def _scaled_noise(factor: Callable[[Mechanism], float]) -> Patch:
 
 
 def _drawn(draw: Callable[[Any, int, Tensor], Tensor]) -> Patch:
-    """A sample that `draw` makes of a correct one, in its place."""
+    """A patch that replaces each sample by `draw(sampling, step, sample)`."""
     real = PoissonSampling.draw
 
     def patched(self: PoissonSampling, step: int) -> Draw:
-        honest = real(self, step)
-        return Draw(local=draw(self, step, honest.local), total=honest.total)
+        correct = real(self, step)
+        return Draw(local=draw(self, step, correct.local), total=correct.total)
 
     return lambda: mock.patch.object(PoissonSampling, "draw", patched)
 
 
-def _in_order(sampling: Any, step: int, honest: Tensor) -> Tensor:
+def _in_order(sampling: Any, step: int, correct: Tensor) -> Tensor:
     batch = round(sampling._records * sampling._rate)
     return (torch.arange(batch) + (step - 1) * batch) % sampling._records
 
 
-def _the_first_again(sampling: Any, step: int, honest: Tensor) -> Tensor:
+def _the_first_again(sampling: Any, step: int, correct: Tensor) -> Tensor:
     if not hasattr(sampling, "first"):
-        sampling.first = honest
+        sampling.first = correct
     first: Tensor = sampling.first
     return first
 
 
 class _ReusedNoise(SeededRandomness):
-    """Draws noise once."""
+    """Draws noise only once, for all steps."""
 
     def normal(self, step: int, count: int, device: torch.device, scale: float = 1.0) -> Tensor:
         if not hasattr(self, "kept"):
@@ -108,7 +108,7 @@ def _half_charged() -> AbstractContextManager[Any]:
 
 
 def _changed_noise(change: Callable[[Mechanism, Tensor], Tensor]) -> Patch:
-    """Noise that `change` makes of correct noise, in its place."""
+    """A patch that replaces noise by `change(mechanism, noise)`."""
     real = Mechanism._add_noise
 
     def add_noise(self: Mechanism, flat: Tensor) -> None:
@@ -126,7 +126,7 @@ def _none_on_the_last(mechanism: Mechanism, noise: Tensor) -> Tensor:
 
 
 def _one_vector(mechanism: Mechanism, noise: Tensor) -> Tensor:
-    """The same numbers for each parameter, from its first weight on."""
+    """The same numbers for each parameter, from its first weight."""
     sizes = [p.numel() for p in mechanism.mode.trained]
     vector = noise[: max(sizes)].clone()
     return torch.cat([*(vector[:size] for size in sizes), noise[sum(sizes) :]])
@@ -147,7 +147,7 @@ BROKEN: dict[str, tuple[Patch, set[str]]] = {
     "0.8 of the noise": (_scaled_noise(lambda _: 0.8), {"noise"}),
     "the same noise again": (lambda: mock.patch.object(setup, "SeededRandomness", _ReusedNoise), {"noise"}),
     "clipped to 10 C": (lambda: mock.patch.object(setup, "FlatClipper", _LooseClipper), {"sampling", "canaries"}),
-    "every record twice": (_drawn(lambda _, step, honest: honest.repeat(2)), {"sampling"}),
+    "every record twice": (_drawn(lambda _, step, correct: correct.repeat(2)), {"sampling"}),
     "a fixed order": (_drawn(_in_order), {"sampling"}),
     "the same sample again": (_drawn(_the_first_again), {"sampling"}),
     "doubled rate": (lambda: mock.patch.object(setup, "SeededRandomness", _DoubledRate), {"sampling"}),
@@ -158,13 +158,13 @@ BROKEN: dict[str, tuple[Patch, set[str]]] = {
     "one vector for all layers": (_changed_noise(_one_vector), {"noise"}),
     "a count without noise": (_changed_noise(_silent_count), {"noise"}),
 }
-"""How to break it, and the probes that must see it, each on its own."""
+"""Patches by name, each with the probes that must find the fault separately."""
 
 SETTINGS: dict[str, dict[str, str]] = {
     "last layer to 3 C": {"clipping": "automatic"},
     "a count without noise": {"clipping": "adaptive"},
 }
-"""The settings with which it is broken, where they are not the usual ones."""
+"""Settings for faults that the default settings do not show."""
 
 
 CORRECT: tuple[dict[str, Any], ...] = (
@@ -179,22 +179,22 @@ CORRECT: tuple[dict[str, Any], ...] = (
     {"secure": True, "noise_multiplier": 8.0},
     {"noise_multiplier": None, "target_epsilon": 3.0, "accountant": "rdp"},
 )
-"""Settings that no audit may find fault with."""
+"""Settings of correct training, in which an audit must not find a fault."""
 
 
 @contextmanager
 def broken(how: str) -> Iterator[None]:
-    """A block in which private training is broken in this way."""
+    """A block in which private training has the fault `how` of `BROKEN`."""
     with BROKEN[how][0]():
         yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print which probes see which fault. Returns 1 if a broken variant escapes, or if correct training is blamed."""
+    """Print the table. Returns 1 if a fault is not found, or if correct training is reported as broken."""
     from trainstack.auditing import audit
 
     parser = argparse.ArgumentParser(prog="python -m tools.broken_privacy", description=__doc__)
-    parser.add_argument("--runs", type=int, default=40, help="audits of correct training")
+    parser.add_argument("--runs", type=int, default=40, help="number of audits of correct training")
     parser.add_argument("--full", action="store_true", help="audits of the level 'full'")
     options = parser.parse_args(argv)
     args = DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0)

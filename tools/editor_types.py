@@ -1,4 +1,4 @@
-"""Types as editors see them: pyright on three pages and the examples, and how completely the library is typed.
+"""Types as editors show them: errors of pyright in three pages and the examples, and the typed share of the library.
 
 python -m tools.editor_types            prints the errors of pyright; the exit status is 1 if anything is wrong
 python -m tools.editor_types --symbols  also the public names whose type is not known
@@ -23,16 +23,16 @@ from tools.pages import blocks_of
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/quickstart.md", "docs/supervised.md")
 LEAST_COMPLETENESS = 0.96
-"""Of the public names, the part whose type every checker reads alike."""
+"""The share of public names whose type is known without inference, so that all checkers agree on it."""
 
 
 def pyright(*arguments: str) -> dict[str, Any]:
     """The output of `pyright --outputjson`.
 
     Raises:
-        RuntimeError: it could not run.
+        RuntimeError: pyright did not print JSON.
     """
-    # verifytypes looks for packages next to the verified one, so their folder is named as well.
+    # verifytypes searches packages next to the verified one, so PYTHONPATH has their folder, too.
     paths = [str(ROOT / "src"), sysconfig.get_paths()["purelib"]]
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
@@ -45,7 +45,7 @@ def pyright(*arguments: str) -> dict[str, Any]:
 
 
 def source_of(page: Path) -> str:
-    """The Python of a page, each line where the page has it."""
+    """The Python of a page; each line has the same number as on the page."""
     source = ""
     for block in blocks_of(page):
         source += "\n" * (block.line - source.count("\n")) + block.source
@@ -59,7 +59,9 @@ def errors_of_scripts(pages: list[Path], examples: list[Path]) -> list[str]:
             (Path(folder) / f"{page.stem}_page.py").write_text(source_of(page), encoding="utf-8")
         for example in examples:
             shutil.copy(example, folder)
-        (Path(folder) / "pyrightconfig.json").write_text("{}", encoding="utf-8")  # not that of a folder above
+        (Path(folder) / "pyrightconfig.json").write_text(
+            "{}", encoding="utf-8"
+        )  # otherwise pyright reads that of a parent folder
         found = pyright("--project", folder)["generalDiagnostics"]
     return [
         f"{Path(one['file']).name}:{one['range']['start']['line'] + 1}: {one['message']}"
@@ -69,7 +71,7 @@ def errors_of_scripts(pages: list[Path], examples: list[Path]) -> list[str]:
 
 
 def completeness() -> tuple[float, list[str]]:
-    """The part of the library's public names with a known type, and the others' names."""
+    """The share of the public names with a known type, and the names without one."""
     report = pyright("--verifytypes", "trainstack", "--ignoreexternal")["typeCompleteness"]
     others = [one["name"] for one in report["symbols"] if one["isExported"] and not one["isTypeKnown"]]
     return report["completenessScore"], others

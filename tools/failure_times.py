@@ -1,8 +1,8 @@
-"""How long the other rank lives on after one rank has failed: a table over launchers, ways and places.
+"""Measure how long the other rank runs after one rank has failed: a table over launchers, ways and places.
 
     python tools/failure_times.py                  measure all cases, three at a time, and print the table
     python tools/failure_times.py --print          print the table that was measured last
-    python tools/failure_times.py --only launch    measure the cases with this text in their name
+    python tools/failure_times.py --only launch    measure the cases with this text in their names
 
 The results are in `build/failure_times.json`. `TIMEOUT_S` is the time limit of collectives and of the rendezvous.
 On a quiet machine no rank waits for longer than its time limit and 7 seconds.
@@ -27,7 +27,7 @@ from tests.helpers.processes import free_port  # noqa: E402
 
 RESULTS = ROOT / "build" / "failure_times.json"
 LIMIT_S = 150.0
-STARTED = ("import", "optimizers", "dataset", "save")  # one place each of the start, the data, the files
+STARTED = ("import", "optimizers", "dataset", "save")  # two places of the start, one of the data, one of the files
 
 
 def cases() -> list[tuple[str, str, str, int]]:
@@ -45,13 +45,13 @@ def cases() -> list[tuple[str, str, str, int]]:
 
 
 def name_of(case: tuple[str, str, str, int]) -> str:
-    """The output for a case."""
+    """The name of a case in the table."""
     launcher, how, place, rank = case
     return f"{launcher}, {how} in {place}, rank {rank}"
 
 
 def measure_case(case: tuple[str, str, str, int]) -> dict[str, Any]:
-    """The times of a case, and its output."""
+    """The times of a case, in seconds: "other_s" and "all_s"."""
     for _ in range(3):  # another program may have taken the port
         with tempfile.TemporaryDirectory() as folder:
             times = measure(Path(folder), *case, port=free_port(), limit=LIMIT_S)
@@ -61,7 +61,7 @@ def measure_case(case: tuple[str, str, str, int]) -> dict[str, Any]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """One line a case."""
+    """Print one line for each case."""
     width = max(map(len, results), default=0)
     print(f"{'case':{width}}  other rank    all   load   (seconds; timeout_s={TIMEOUT_S:g})")
     for name, times in results.items():

@@ -1,8 +1,7 @@
-"""Hold docs/features.md against the list of ids it must answer and against the markers in the tests.
+"""Compare docs/features.md with the ids that it must have and with the markers in the tests.
 
-`python tools/features.py` prints every line with its state and its test, and the counts; `--check` fails on
-wrong, `--list` prints places.
-Tests are parsed, not imported and not run.
+`python tools/features.py` prints every row with its state and its test, and the counts. `--check` fails if there is a
+problem. `--list` prints rows without a test, or the tests of each id. Tests are parsed, not imported and not run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/features.md"
 
 LISTS = {"PMT": 25, "PMB": 23, "PA": 41, "HZ": 36, "FN": 54}
-"""How many lines each of the five lists has."""
+"""The number of rows of each of the five lists."""
 
 _STARRED = {
     "PMT": (5, 11, 18, 19, 20, 21),
@@ -31,10 +30,10 @@ _STARRED = {
     "FN": (5, 7, 14, 15, 16, 17, 20, 21, 24, 25, 29, 30, 32, 36, 37, 45, 46),
 }
 STARRED = frozenset(f"{name}-{number:02d}" for name, numbers in _STARRED.items() for number in numbers)
-"""The lines that are easy to get wrong: they need a test as soon as they work."""
+"""The rows with a star: features with an error that is easy to make."""
 
 _OTHERS = {"O": 21, "T": 7, "B": 6}
-"""Ids that only markers carry, O1 to O21 and so on: observations of Opacus, and PyMarlin's own tests."""
+"""The last numbers of ids that only markers have: observations about Opacus (O), and PyMarlin's tests (T, B)."""
 
 _STATES = re.compile(r"(?P<kind>works)$|(?P<later>later), \w.*|(?P<no>no), because \w.*")
 _CELL_END = re.compile(r"(?<!\\)\|")
@@ -46,7 +45,7 @@ class Row:
 
     Attributes:
         id: such as "PMT-05".
-        starred: whether it is easy to get wrong.
+        starred: whether the row has a star.
         state: "works", "later" or "no"; "" for any other text.
         written: the state as on the page.
         line: in the page, from 1.
@@ -78,12 +77,12 @@ class Markers:
 
 
 def expected_ids(lists: Mapping[str, int] = LISTS) -> list[str]:
-    """Every id that the page must answer, in order."""
+    """The ids of all rows that the page must have, in order."""
     return [f"{name}-{number:02d}" for name, count in lists.items() for number in range(1, count + 1)]
 
 
 def is_known_marker(id_: str) -> bool:
-    """Whether a test may carry `id_`: a line of the page, or one of tests/helpers/requirements.py."""
+    """Whether a marker may have `id_`: a row of the page, or an id of tests/helpers/requirements.py."""
     if re.fullmatch(r"F\d{3}", id_):
         return True
     note = re.fullmatch(r"([OTB])([1-9]\d?)", id_)
@@ -99,7 +98,7 @@ _ALL_IDS = frozenset(expected_ids())
 
 
 def read_page(text: str) -> tuple[list[Row], list[str]]:
-    """The rows of all tables whose first column is "id", and sentences about rows that cannot be read."""
+    """The rows of all tables whose first column is "id", and messages about rows that cannot be read."""
     rows, problems = [], []
     for line, cells in _table_rows(text):
         if len(cells) != 4 or not all(cells):
@@ -160,7 +159,7 @@ def read_markers(tests: Path, root: Path = ROOT) -> Markers:
 
 
 def _marker_calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of `pytest.mark.spec` or `mark.spec`, wherever they stand."""
+    """All calls of `pytest.mark.spec` or `mark.spec`."""
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "spec"):
             continue
@@ -190,7 +189,7 @@ def find_problems(
     expected: Sequence[str],
     starred: Iterable[str] = STARRED,
 ) -> list[str]:
-    """All that is wrong, in sentences; empty if the page is true as far as it can be told without running tests."""
+    """The messages of all problems. Tests are not run, so a failing test is not a problem here."""
     return [
         *_id_problems(rows, expected),
         *_star_problems(rows, frozenset(starred)),
@@ -217,7 +216,7 @@ def _id_problems(rows: Sequence[Row], expected: Sequence[str]) -> Iterator[str]:
 def _star_problems(rows: Sequence[Row], starred: frozenset[str]) -> Iterator[str]:
     for row in rows:
         if row.starred != (row.id in starred):
-            how = "carries a ★ and should not" if row.starred else "lacks its ★"
+            how = "has a ★ and should not" if row.starred else "lacks its ★"
             yield f"{PAGE}:{row.line}: {row.id} {how}."
 
 
@@ -233,7 +232,7 @@ def _state_problems(rows: Sequence[Row]) -> Iterator[str]:
 def _untested_problems(rows: Sequence[Row], markers: Markers) -> Iterator[str]:
     for row in works_untested(rows, markers):
         yield (
-            f"{PAGE}:{row.line}: {row.id} is said to work and no test carries its id. "
+            f"{PAGE}:{row.line}: {row.id} has the state 'works', and no test has its id. "
             f"Mark one with @pytest.mark.spec({row.id!r})."
         )
 
@@ -249,12 +248,12 @@ def _unknown_markers(markers: Markers) -> Iterator[str]:
 
 
 def works_untested(rows: Iterable[Row], markers: Markers) -> list[Row]:
-    """The rows that are said to work and whose id no test carries."""
+    """The rows with the state "works" whose id no test has."""
     return [row for row in rows if row.state == "works" and row.id not in markers.places]
 
 
 def table(rows: Sequence[Row], markers: Markers, words: Mapping[str, str]) -> str:
-    """One line a row: its id, its state, the feature, and the first of its tests."""
+    """One line for each row: its id, its state, the feature, and the first of its tests."""
     lines = []
     for row in rows:
         state = "declined" if row.state == "no" else row.state or "?"
@@ -267,7 +266,7 @@ def table(rows: Sequence[Row], markers: Markers, words: Mapping[str, str]) -> st
 
 
 def summary(rows: Sequence[Row], markers: Markers) -> str:
-    """A table of counts, one line a list and one for all."""
+    """A table of counts, with one line for each list and one for all."""
     lines = [f"{'list':<6}{'works':>7}{'tested':>8}{'later':>7}{'no':>5}{'total':>7}"]
     for name in LISTS:
         lines.append(_counts(name, [row for row in rows if row.id.partition("-")[0] == name], markers))
@@ -282,7 +281,7 @@ def _counts(name: str, rows: Sequence[Row], markers: Markers) -> str:
 
 
 def listing(kind: str, rows: Sequence[Row], markers: Markers) -> str:
-    """One line a row: those that work without a test, or every id with the places of its tests."""
+    """One line for each row that works without a test, or for each id with the places of its tests."""
     if kind == "works-untested":
         return "\n".join(row.id + (" ★" if row.starred else "") for row in works_untested(rows, markers))
     ids = sorted(markers.places)
@@ -296,7 +295,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--list",
         choices=("works-untested", "tests"),
-        help="print the rows that work without a test, or where each id is tested",
+        help="print the rows that work without a test, or the tests of each id",
     )
     return parser.parse_args(argv)
 
@@ -306,7 +305,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     arguments = parse_arguments(argv)
     page = root / PAGE
     if not page.is_file():
-        print(f"{PAGE} is missing. It answers every line of the five lists.")
+        print(f"{PAGE} is missing. It has a row for each id of the five lists.")
         return 1
     rows, unreadable = read_page(page.read_text(encoding="utf-8"))
     markers = read_markers(root / "tests", root)

@@ -2,9 +2,9 @@
 
 `make hostile ARGS="--hostile 20000 --damage 6000 --seed 0"` takes about 15 minutes on an idle core.
 
-A damaged checkpoint has one file that is not as it was written: it has to be refused, naming the file. A hostile one
-has right hashes and wrong content: reading it may succeed or raise an error of the library, and nothing else. Neither
-may import or execute anything, write a file, take long or take much memory.
+A damaged checkpoint has one changed file: the library has to refuse it with the name of the file. A hostile one has
+correct hashes and wrong content: reading it may succeed or raise an error of the library, and no other error. Neither
+may import or execute code, write a file, or need much time or memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainstack.cli.main import main as command
 from trainstack.errors import CheckpointDamagedError, TrainstackError
 
 LIMIT_S = 5.0
-"""CPU seconds that one case may take; the slowest takes a fraction of a second on an idle machine."""
+"""The limit of one case in CPU seconds; the slowest case takes a fraction of a second on an idle machine."""
 
 Json = Any
 Files = dict[str, bytes]
@@ -106,7 +106,7 @@ class Report:
 
 
 class Watch:
-    """Counts actions that no reading of data needs: imports, executions, writes."""
+    """Records actions that reading data does not need: imports, executions, writes."""
 
     def __init__(self) -> None:
         self.active = False
@@ -134,7 +134,7 @@ _watch: list[Watch] = []
 
 
 def watch() -> Watch:
-    """The one of this process: an audit hook cannot be taken back."""
+    """The watch of this process. There is only one, because an audit hook cannot be removed."""
     if not _watch:
         _watch.append(Watch())
     return _watch[0]
@@ -163,7 +163,7 @@ def read_in_every_way(path: Path) -> dict[str, str]:
 
 
 def _walk(state: Any) -> None:
-    """Compare the state with itself, as `diff` does: it has to be fit for use."""
+    """Compare the state with itself, as `diff` does, to read all of its values."""
     content = vars(state) if isinstance(state, Checkpoint) else state
     if list(differences(content, content)):
         raise AssertionError("a state differs from itself")
@@ -192,7 +192,7 @@ def _case(report: Report, label: str, path: Path, judge: Callable[[], None]) -> 
         report.faults.append(f"{label}: took {took:.1f} s")
 
 
-# Damage: one file is not as it was written.
+# Damage: one file is changed.
 
 
 def damage(cases: int, seed: int, folder: Path) -> Report:
@@ -201,7 +201,7 @@ def damage(cases: int, seed: int, folder: Path) -> Report:
     files = sorted(file.name for file in path.iterdir())
     whole = {file: (path / file).read_bytes() for file in files}
     report, draw = Report(), random.Random(seed)
-    read_in_every_way(path)  # modules that are imported late
+    read_in_every_way(path)  # imports modules before the watch
     for number in range(cases):
         file = files[number % len(files)]
         kind = draw.choice(list(DAMAGES))
@@ -219,7 +219,7 @@ def _judge_damage(report: Report, path: Path, file: str, changed: bool) -> None:
             use(path)
             report.answers["intact"] += 1
             if changed:
-                raise AssertionError("was not noticed")
+                raise AssertionError("was not refused")
         except CheckpointDamagedError as error:
             report.answers["refused"] += 1
             if not changed or file not in str(error):
@@ -325,11 +325,11 @@ DAMAGES: dict[str, Callable[[Path, str, Files, random.Random], None]] = {
 }
 
 
-# Hostile content: all hashes are right.
+# Hostile content: all hashes are correct.
 
 
 class Forger:
-    """Writes checkpoints of any content with hashes that fit."""
+    """Writes checkpoints of any content with correct hashes."""
 
     def __init__(self, path: Path) -> None:
         self.texts = {file.name: json.loads(file.read_text()) for file in path.glob("*.json")}
@@ -392,7 +392,7 @@ def sign(content: dict[str, Json]) -> bytes:
 
 
 def _index_of(head: bytes, header: Json, data: bytes) -> FileIndex:
-    """Entries as the header has them, with the right hashes where it makes sense."""
+    """The entries of the header, with correct hashes for valid ones."""
     tensors = {}
     items = header.items() if isinstance(header, dict) else ()
     for name, entry in items:
@@ -408,7 +408,7 @@ def _index_of(head: bytes, header: Json, data: bytes) -> FileIndex:
 
 
 def render(tree: Json, indent: int | None = None) -> bytes:
-    """JSON, in which markers stand for texts that no encoder makes."""
+    """JSON, with markers replaced by texts that no encoder writes."""
     text = json.dumps(tree, indent=indent)
     for depth in (200, 900, 100_000):
         text = text.replace(f'"@list{depth}"', "[" * depth + "]" * depth)
@@ -432,7 +432,7 @@ FIELDS += ["coalesced", "versions"]
 
 
 def hostile_value(draw: random.Random, depth: int = 0) -> Json:
-    """Something that does not belong where it is put."""
+    """A random value of a wrong kind."""
     kind = draw.randrange(9)
     if kind < 2 or depth > 3:
         return draw.choice(NUMBERS)
@@ -489,16 +489,16 @@ def _places(tree: Json) -> Iterator[tuple[Any, Any]]:
 
 
 def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Report:
-    """Read `cases` checkpoints of hostile content in every way; every tenth also by the command line."""
-    forger = Forger(write_checkpoint(make_checkpoint(), folder, "honest"))
+    """Read `cases` checkpoints with hostile content in every way, and every tenth also by the command line."""
+    forger = Forger(write_checkpoint(make_checkpoint(), folder, "correct"))
     report, draw = Report(), random.Random(seed)
     path = folder / "hostile" / "checkpoint-000000001"
     path.mkdir(parents=True)
-    path.with_name("honest").symlink_to(folder / "honest")
-    repr(torch.zeros(1))  # torch imports a part of itself for the first one (2.13.0)
-    read_in_every_way(folder / "honest")
+    path.with_name("correct").symlink_to(folder / "correct")
+    repr(torch.zeros(1))  # the first repr of a tensor imports modules of torch (2.13.0)
+    read_in_every_way(folder / "correct")
     if commands:
-        run_command(folder / "honest")
+        run_command(folder / "correct")
     for number in range(cases):
         for file in path.iterdir():
             file.unlink()
@@ -507,7 +507,7 @@ def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Repor
         def judge() -> None:
             for answer in read_in_every_way(path).values():
                 report.answers[answer] += 1
-            if commands and number % 10 == 0:  # noqa: B023 - called at once
+            if commands and number % 10 == 0:  # noqa: B023 - it is called in this iteration
                 run_command(path)
 
         _case(report, f"hostile {seed}/{number} {changes}", path, judge)
@@ -515,7 +515,7 @@ def hostile(cases: int, seed: int, folder: Path, commands: bool = True) -> Repor
 
 
 def main() -> int:
-    """Run both campaigns and print the results; 1 if there was a fault."""
+    """Run both campaigns and print the results; returns 1 if there was a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hostile", type=int, default=20_000, metavar="N", help="hostile checkpoints to read")
     parser.add_argument("--damage", type=int, default=6_000, metavar="N", help="damages of a file")

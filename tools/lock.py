@@ -31,7 +31,7 @@ UNPINNED = (
     "prometheus",
     "notebook",
 )
-"""Extras that development and CI do not install: tests put stand-ins in the place of these packages."""
+"""Extras that development and CI do not install: tests use stand-ins for these packages."""
 
 PIN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*)==(?P<version>[^\s+]+)(\+\S+)?")
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def header() -> str:
-    """Say where the file comes from, and for which Python it holds."""
+    """The first lines of the file, with the version of Python."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return (
         f"# Written by `make lock` with Python {version}: do not edit. All packages of the extras, pinned.\n"
@@ -71,15 +71,15 @@ def known_extras() -> list[str]:
 
 
 def resolve(torch: str) -> list[str]:
-    """Install everything into a throw-away environment and return the lines of `pip freeze`."""
+    """Install everything into a temporary environment and return the lines of `pip freeze`."""
     extras = ",".join(extra for extra in known_extras() if extra not in UNPINNED)
     with tempfile.TemporaryDirectory(prefix="lock-") as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder, "Scripts" if sys.platform == "win32" else "bin", "python")
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-        # Packages of the new environment itself are old; needed ones return in their newest version.
+        # The new environment has an old setuptools. If a package needs it, pip installs the newest version.
         subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools"], check=True)
-        # pip 23.0 of Python 3.10.13 does not resolve the extras within 7 minutes; pip 26.3 needs two.
+        # pip 23.0 of Python 3.10.13 does not resolve the extras within 7 minutes; pip 26.3 takes two.
         subprocess.run([*pip, "install", "-qq", "--upgrade", "pip"], check=True)
         print(f"resolving torch=={torch} and .[{extras}]: one to two minutes", flush=True)
         subprocess.run([*pip, "install", "-qq", f"torch=={torch}", f"{ROOT}[{extras}]"], check=True)

@@ -3,11 +3,10 @@
     make test-long                       all that have not passed yet
     make test-long ARGS="--restart"      all, from the beginning
     make test-long ARGS="--list"         the batteries and their results
-    make test-long ARGS="contract-2"     those whose names begin like this
+    make test-long ARGS="contract-2"     those whose names begin with this
 
-Each battery is one command. Its result goes to build/test-long.json when it has ended, its output to
-build/test-long/NAME.log. Batteries that have passed on this commit are not run again. The exit status is 1 if one
-failed.
+Each battery is one command. Its output is in build/test-long/NAME.log, its result in build/test-long.json. Batteries
+that have passed on this commit are not run again. The exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Battery(NamedTuple):
 
     name: str
     arguments: Sequence[str]
-    environment: dict[str, str] = {}  # noqa: RUF012 - it is never changed
+    environment: dict[str, str] = {}  # noqa: RUF012 - no code changes it
 
 
 def batteries() -> list[Battery]:
-    """All of them, in the order in which they run."""
+    """All batteries in the order in which they run."""
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     found = [Battery("long", (*pytest, "--long", "-m", "long", "tests"))]
     for seed in SEEDS:
@@ -72,7 +71,7 @@ def batteries() -> list[Battery]:
 
 
 class Record:
-    """The results so far, in a file that is complete at every moment."""
+    """The results of a commit, in a file that is replaced atomically."""
 
     def __init__(self, root: Path, commit: str) -> None:
         self._path, self._commit = root / STATE, commit
@@ -104,7 +103,7 @@ class Record:
 
 
 def run(battery: Battery, log: Path) -> int:
-    """Run one battery with its output in `log`; the exit status."""
+    """Run one battery with its output in `log`; returns the exit status."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **battery.environment}
     with log.open("w", encoding="utf-8") as output:
@@ -113,7 +112,7 @@ def run(battery: Battery, log: Path) -> int:
 
 
 def commit_of(root: Path) -> str:
-    """The commit that is checked out, and a mark for changes that are not committed."""
+    """The commit that is checked out, with "+changes" if there are uncommitted changes."""
     git = ("git", "-C", str(root))
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     changed = subprocess.run([*git, "diff", "HEAD", "--quiet"], check=False).returncode
@@ -121,10 +120,10 @@ def commit_of(root: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT, known: Sequence[Battery] | None = None) -> int:
-    """Run the batteries that are left; the exit status."""
+    """Run the batteries that have not passed; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.long_tests", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="beginnings of names; all batteries without one")
-    parser.add_argument("--restart", action="store_true", help="forget the results and begin again")
+    parser.add_argument("names", nargs="*", help="beginnings of names (default: all batteries)")
+    parser.add_argument("--restart", action="store_true", help="delete the results and begin again")
     parser.add_argument("--list", action="store_true", help="print the batteries and their results, and run none")
     given = parser.parse_args(argv)
     chosen = [

@@ -1,16 +1,17 @@
-"""List the messages of all errors that the library raises, read off the source; `--check` holds the page to them.
+"""List the messages of all errors in the source of the library; `--check` compares docs/troubleshooting.md with them.
 
-`python tools/messages.py` prints class, place and message of each, `...` for variable parts; `--check` fails where
-docs/troubleshooting.md has no section for a public error, or quotes a message that no error has any more.
+`python tools/messages.py` prints class, place and message of each, with `...` for variable parts. `--check` fails if
+the page has no section for a public error, or quotes a message that no error has.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ VARIES = "..."
 
 _NOT_ERRORS = ("AssertionError", "NotImplementedError")
 _REFUSALS = {"refuse": "PrivacyError", "_refuse": "PrivacyError"}
-"""Functions of backends/dp that raise an error with the message that they are given, or note it in the statement."""
+"""Functions of backends/dp that raise an error with a given message, or record the message in the statement."""
 _QUOTED = re.compile(r"^\| `(?P<message>[^`]+)` \|", re.MULTILINE)
 _SECTION = re.compile(r"^## (?P<name>\w+)$", re.MULTILINE)
 
@@ -41,13 +42,14 @@ class Message(NamedTuple):
 
 
 def public_errors() -> list[str]:
-    """The names of the classes in errors.py that are in the tree, without those other than errors."""
+    """The names of the classes of errors in errors.py."""
     tree = ast.parse((LIBRARY / "errors.py").read_text(encoding="utf-8"))
     names = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     return [name for name in names if name.endswith("Error")]
 
 
-def messages() -> list[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """The messages of all errors in the library, by file and line."""
     found: list[Message] = []
     for path in sorted(LIBRARY.rglob("*.py")):
@@ -57,23 +59,22 @@ def messages() -> list[Message]:
             texts = _texts(call.args[0], function, tree) if call.args else []
             name = refusals.get(_name(call.func), _name(call.func))
             found += [Message(name, f"{label}:{call.lineno}", text) for text in texts]
-    return found
+    return tuple(found)
 
 
 def _errors_made(tree: ast.Module, refusals: Collection[str]) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
     """Each call that makes an error or is one of `refusals`, with the innermost function around it."""
 
-    def visit(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.Call, ast.AST, ast.Module]]:
+    pending: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
+    while pending:
+        node, function = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node
         if isinstance(node, ast.Call):
             name = _name(node.func)
             if name in refusals or (name.endswith("Error") and name not in _NOT_ERRORS):
                 yield node, function, tree
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function)
-
-    return visit(tree, tree)
+        pending += [(child, function) for child in reversed(list(ast.iter_child_nodes(node)))]
 
 
 def _name(node: ast.AST) -> str:
@@ -81,7 +82,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _texts(node: ast.expr, function: ast.AST, tree: ast.Module) -> list[str]:
-    """The possible values of an expression, as text: names and calls are followed one step within the file."""
+    """The possible values of an expression as text. Names and calls are resolved one level deep within the file."""
     if isinstance(node, ast.Name):
         values = [n.value for n in ast.walk(function) if isinstance(n, ast.Assign) and _name(n.targets[0]) == node.id]
     elif isinstance(node, ast.Call):
@@ -103,18 +104,18 @@ def _text(node: ast.expr) -> str:
 
 
 def quotes(page: str) -> list[str]:
-    """The messages that the page quotes: the first cells of its tables, where they are code."""
+    """The messages that the page quotes: code in the first cells of its tables."""
     return _QUOTED.findall(page)
 
 
 def occurs(quoted: str, text: str) -> bool:
-    """Whether `quoted` may be a part of a message; `...` in it stands for anything, as it does in `text`."""
+    """Whether `quoted` may be a part of the message `text`; `...` in either matches any text."""
     pieces = [piece.strip() for piece in quoted.split(VARIES)]
     return re.search(".*".join(map(re.escape, pieces)), text, re.DOTALL) is not None
 
 
-def problems(page: str, known: list[Message], errors: list[str]) -> list[str]:
-    """The faults of the page, in sentences."""
+def problems(page: str, known: Sequence[Message], errors: list[str]) -> list[str]:
+    """The faults of the page as messages."""
     sections = set(_SECTION.findall(page))
     wrong = [f"{PAGE.name} has no section '## {name}'" for name in errors if name not in sections]
     for part in re.split(r"^(?=## )", page, flags=re.MULTILINE):
@@ -131,7 +132,7 @@ def problems(page: str, known: list[Message], errors: list[str]) -> list[str]:
 def main() -> None:
     """Print the list, or check the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="hold docs/troubleshooting.md to the messages")
+    parser.add_argument("--check", action="store_true", help="compare docs/troubleshooting.md with the messages")
     known = messages()
     if not parser.parse_args().check:
         for message in sorted(known):

@@ -1,7 +1,7 @@
-"""The Python in the pages: found, put together and run.
+"""Find and run the Python blocks of the pages.
 
-The blocks of one page run in their order, in one process, a fork of one that has imported trainstack. `<!-- no-run -->`
-in the line above a block leaves it out; `<!-- output -->` above a text block marks it as the output of the Python
+The blocks of one page run in their order, in one process, which is a fork of a process that has imported trainstack.
+`<!-- no-run -->` above a block omits it. `<!-- output -->` above a text block marks it as the output of the Python
 block before it.
 """
 
@@ -29,7 +29,7 @@ class Block(NamedTuple):
     Attributes:
         line: of the page, at which it begins.
         source: the Python.
-        output: as on the page; None without one.
+        output: the output on the page; None without one.
     """
 
     line: int
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page that are to be run."""
+    """The blocks of a page without those marked `no-run`."""
     text = page.read_text(encoding="utf-8")
     blocks: list[Block] = []
     for found in _FENCE.finditer(text):
@@ -51,7 +51,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 class Runner:
-    """Runs pages by an interpreter; a context. Each page gets a process and an empty folder; warnings are errors.
+    """A context that runs pages. Each page gets a process and an empty folder; warnings are errors.
 
     Args:
         python: the interpreter.
@@ -72,7 +72,7 @@ class Runner:
         """The output of each block.
 
         Raises:
-            AssertionError: the page failed; with its output, and a traceback with the page's line numbers.
+            AssertionError: the page failed. The message has the output and a traceback with line numbers of the page.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -88,11 +88,11 @@ class Runner:
 
 
 def _script_of(blocks: list[Block]) -> str:
-    """One script; each block keeps the line numbers that it has on its page, so that a traceback points there."""
+    """One script. Each block keeps its line numbers of the page, so that a traceback points there."""
     lines = ["import sys"]
     for block in blocks:
         source = "\n" * block.line + block.source
         lines.append(f"exec(compile({source!r}, 'page', 'exec'), globals())")
-        # Not in processes that the page starts, which import it again.
+        # Processes that the page starts import the script again, and must not print the separator.
         lines.append(f"print({_SEPARATOR!r}, flush=True) if __name__ == '__main__' else None")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""Check that each public name has a docstring and is in the API reference of the built documentation.
+"""Check that each public name has a docstring, with its parameters, and is in the API reference of the built site.
 
-`python tools/public_names.py build/site` reads the inventory `objects.inv` there, which mkdocstrings writes.
+`python tools/public_names.py build/site` reads the inventory `objects.inv` of mkdocstrings there.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "trainstack",
@@ -37,7 +40,7 @@ def names_of(package: str) -> dict[str, object]:
 
 
 def undocumented() -> list[str]:
-    """Public classes, functions, methods and modules without a docstring; constants have theirs in the source."""
+    """Public classes, functions, methods and modules without a docstring. Constants have none at run time."""
     missing = set()
     for package in PACKAGES:
         for name, value in names_of(package).items():
@@ -49,9 +52,9 @@ def undocumented() -> list[str]:
 
 
 def undocumented_methods(owner: type) -> list[str]:
-    """Public methods and properties of a class, inherited ones included, without a docstring, their own or a base's.
+    """Public methods and properties of a class, inherited ones included, without a docstring here or in a base.
 
-    Methods that are called like an event are documented by `Event`.
+    Methods with the name of an event are documented by `Event`.
     """
     events = {f"on_{event.value}" for event in importlib.import_module("trainstack").Event}
     own = {name: base for base in owner.__mro__ if base.__module__.startswith("trainstack") for name in vars(base)}
@@ -65,14 +68,35 @@ def undocumented_methods(owner: type) -> list[str]:
     ]
 
 
+def without_args() -> list[str]:
+    """Public functions, and methods of `Trainer`, whose docstring does not describe their parameters."""
+    trainer = importlib.import_module("trainstack").Trainer
+    named = {
+        f"Trainer.{name}": value for name, value in inspect.getmembers(trainer, inspect.isroutine) if name[0] != "_"
+    }
+    for package in PACKAGES:
+        named |= {name: value for name, value in names_of(package).items() if inspect.isroutine(value)}
+    return sorted(name for name, value in named.items() if not describes_parameters(value))
+
+
+def describes_parameters(function: Callable[..., Any]) -> bool:
+    """Whether a docstring has an `Args` section, refers to that of another function, or its summary has all names."""
+    text = inspect.getdoc(function) or ""
+    summary = text.partition("\n\n")[0]
+    if re.search("^Args:$", text, re.M) or re.search(r"[Aa]rguments .*(as in|those of) `", summary):
+        return True
+    parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    return all(re.search(rf"`\*{{0,2}}{name}\b", summary) for name in parameters)
+
+
 def inventory(site: Path) -> set[str]:
-    """The names that have an entry in the documentation that was built in `site`."""
-    packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # four lines of text stand before it
+    """The names with an entry in the documentation in `site`."""
+    packed = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]  # after four lines of text
     return {line.split(" ", 1)[0] for line in zlib.decompress(packed).decode("utf-8").splitlines()}
 
 
 def unlisted(entries: set[str]) -> list[str]:
-    """Public names that have no entry, under the name they are imported by or the one they are defined by."""
+    """Public names without an entry, neither for the imported name nor for the name at the definition."""
     missing = []
     for package in PACKAGES:
         for name, value in names_of(package).items():
@@ -85,9 +109,10 @@ def unlisted(entries: set[str]) -> list[str]:
 def main() -> None:
     """Print the faults, or the number of names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("site", type=Path, help="the folder that `mkdocs build` wrote")
+    parser.add_argument("site", type=Path, help="the output folder of `mkdocs build`")
     entries = inventory(parser.parse_args().site)
     wrong = [f"{name} has no docstring" for name in undocumented()]
+    wrong += [f"{name} does not describe its parameters: write an Args section" for name in without_args()]
     wrong += [f"{name} is not in the API reference" for name in unlisted(entries)]
     if wrong:
         sys.exit("\n".join(wrong))

@@ -1,7 +1,7 @@
-"""Run scripts that were written for PyMarlin over `trainstack.compat.pymarlin`, and count the lines that change.
+"""Run scripts for PyMarlin with `trainstack.compat.pymarlin`, and count the changed lines.
 
-`python tools/pymarlin_scripts.py` runs those of tests/compat/pymarlin_scripts and prints a table. Import lines are
-changed by a rule, other lines only where `EDITS` says so. A script gets a folder with its `CONFIG` as config.yaml.
+`python tools/pymarlin_scripts.py` runs those of tests/compat/pymarlin_scripts and prints a table. A rule changes import
+lines, and `EDITS` changes other lines. A script gets a folder with its `CONFIG` as config.yaml.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "compat" / "pymarlin_scripts"
 NAMES = ("cifar", "glue", "seq_classification", "summarization", "covid", "snli")
 EDITS = {"snli": {"    delta = 1.0 / len(data.get_train_dataset())": "    delta = 0.1 / len(data.get_train_dataset())"}}
-"""Lines of a script that are refused, with those that take their place."""
+"""Lines of a script that the library refuses, and their replacements."""
 
 _IMPORT = re.compile(r"^(\s*)(from|import) pymarlin\b(?P<alias> as \w+$)?")
 
@@ -31,9 +31,9 @@ class Changed(NamedTuple):
 
     Attributes:
         source: the whole script.
-        lines: how many it has.
-        imports: how many of its import lines are changed.
-        others: how many other lines are changed.
+        lines: the number of lines.
+        imports: the number of changed import lines.
+        others: the number of other changed lines.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Changed(NamedTuple):
 
 
 def change(name: str, *, edits: bool = True) -> Changed:
-    """The script `name` with changed import lines, and with its `EDITS`."""
+    """The script `name` with changed import lines and, with `edits`, its `EDITS`."""
     before = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").splitlines()
     after = [_IMPORT.sub(_import, line) for line in before]
     imports = sum(one != other for one, other in zip(before, after, strict=True))
@@ -87,7 +87,7 @@ def _program(path: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run all scripts and print how many lines change."""
+    """Run all scripts and print the numbers of changed lines."""
     rows = []
     for name in NAMES:
         script = change(name)

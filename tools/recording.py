@@ -1,4 +1,4 @@
-"""Record README's script in a terminal, killed once and started again, and draw the picture at the top of README.
+"""Record README's script in a terminal with a kill and a restart, and draw the picture at the top of README.
 
 python -m tools.recording                writes docs/images/terminal.svg
 python -m tools.recording picture.svg    another file
@@ -37,11 +37,11 @@ SupervisedModule.on_end_train_step = kill
 sys.argv = ["train.py"]
 runpy.run_path("train.py", run_name="__main__")
 """
-"""Runs the script up to a global step, within an epoch. A kill from outside comes too late on a busy machine."""
+"""Runs the script up to a global step within an epoch. On a busy machine, a kill by another process comes too late."""
 
 
 def script() -> str:
-    """README's first block with the line that resumes."""
+    """README's first block with `resume="auto"`."""
     source = blocks_of(ROOT / "README.md")[0].source
     if source.count(LAST_LINE) != 1:
         sys.exit(f"README's first block does not have the line {LAST_LINE.strip()!r} once: change tools/recording.py.")
@@ -49,7 +49,7 @@ def script() -> str:
 
 
 def record() -> Screen:
-    """The screen of the terminal when the script is killed and started again."""
+    """The screen of the terminal after a kill and a restart of the script."""
     screen = Screen(WIDTH)
     with tempfile.TemporaryDirectory(prefix="recording-") as name:
         folder = Path(name)
@@ -62,14 +62,14 @@ def record() -> Screen:
 
 
 def run(arguments: list[str], folder: Path, screen: Screen, expected: int) -> None:
-    """Run Python in a terminal, up to the `expected` exit status."""
+    """Run Python in a terminal, and exit unless it ends with the `expected` status."""
     status = run_in_terminal([sys.executable, *arguments], folder, screen)
     if status != expected:
         sys.exit(f"the run ended with {status} instead of {expected}:\n" + "\n".join(screen.lines))
 
 
 def draw(screen: Screen) -> str:
-    """`screen` as SVG. It loads nothing: the fonts that rich names are left out, so the reader's own is used."""
+    """`screen` as SVG. It loads no files: without the `@font-face` of rich, a browser uses its monospace font."""
     console = Console(record=True, width=screen.width, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(screen.ansi()))
     svg = console.export_svg(title=COMMAND, unique_id="terminal")

@@ -1,7 +1,7 @@
-"""Mistakes that trained something else than their author expected, without a word, and the sentence about each.
+"""Mistakes that could silently change a training, and the sentence of the library about each.
 
-`python -m tools.silent_mistakes` makes each mistake in a small training and prints whether its sentence was said: in
-the log, in the plan on the screen, or in an error. Exit code 1: one was silent.
+`python -m tools.silent_mistakes` makes each mistake in a small training, and prints whether its sentence is in the log,
+in the printed plan, or in an error. The exit status is 1 if one sentence is missing.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Mistake:
     """A case.
 
     Attributes:
-        name: in words.
+        name: the mistake.
         sentence: the part of the message that names the mistake.
-        make: the training.
-        arguments: of the run, where they differ from those of all cases.
+        make: a function that makes the module.
+        arguments: changes of the arguments of all cases.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Mistake:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def messages(self) -> str:
-        """All that is said while the mistake is made."""
+        """All messages of the training: log, printed plan and error."""
         logger, screen = logging.getLogger("trainstack"), io.StringIO()
         handler = logging.StreamHandler(screen)
         logger.addHandler(handler)
@@ -96,7 +96,7 @@ class Mistake:
         except Exception as error:
             screen.write("\n".join([str(error), *getattr(error, "__notes__", ())]))
 
-    def is_said(self) -> bool:
+    def is_named(self) -> bool:
         """Whether the sentence is among the messages."""
         return self.sentence in self.messages()
 
@@ -112,7 +112,7 @@ def step(function: Callable[[Any, Any], Any]) -> dict[str, Any]:
 
 
 def val_step(function: Callable[[Any, Any, Any], Any], **more: Any) -> Callable[[], ts.ModuleInterface]:
-    """A module whose `val_step` returns `function` of the scores, the labels and the loss."""
+    """A module whose `val_step` returns `function(scores, labels, loss)`."""
 
     def evaluate(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         scores = self.net(batch[0])
@@ -122,7 +122,7 @@ def val_step(function: Callable[[Any, Any, Any], Any], **more: Any) -> Callable[
 
 
 def with_parts(make: Callable[[], Any], name: str = "layers") -> Callable[[], ts.ModuleInterface]:
-    """A module with an attribute."""
+    """A function that makes a module with the attribute `name`."""
 
     def made() -> ts.ModuleInterface:
         mine = Base()
@@ -141,7 +141,7 @@ class TwoParts(Base):
 
 
 def body(function: Callable[[Any, Any], Tensor]) -> Callable[[], ts.ModuleInterface]:
-    """A module whose loss is computed from `function` of module and inputs."""
+    """A function that makes a module whose head gets `function(module, inputs)`."""
 
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         return functional.cross_entropy(self.net(function(self, batch[0])), batch[1])
@@ -156,7 +156,7 @@ def without_gradient(mine: Any, inputs: Tensor) -> Tensor:
 
 
 def by_hand(call: Callable[[Any, Any], Any]) -> Callable[[], ts.ModuleInterface]:
-    """A module that makes a call of the trainer itself."""
+    """A function that makes a module whose `train_step` calls `call(module, loss)`."""
 
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -167,7 +167,7 @@ def by_hand(call: Callable[[Any, Any], Any]) -> Callable[[], ts.ModuleInterface]
 
 
 def scheduled(make: Callable[[Any], Any], then: Callable[[Any], Any] = lambda scheduler: None) -> Any:
-    """A module with a scheduler; `then` is called with it in each step."""
+    """A function that makes a module with a scheduler, and calls `then(scheduler)` in each step."""
 
     def get(self: Any, *_: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -192,13 +192,13 @@ def own_batches(self: Any, sampler: Any, batch_size: int) -> Any:
 
 
 class Carries(Base):
-    """A module with a state that passes from batch to batch."""
+    """A module with a state that is carried from batch to batch."""
 
     splits_batches = False
 
 
 class Doubles(Base):
-    """A module whose inputs are float64, and that does not validate."""
+    """A module with inputs of float64 and without validation."""
 
     get_val_dataloaders = ts.ModuleInterface.get_val_dataloaders
 
@@ -308,10 +308,10 @@ CASES = (
 
 
 def report(cases: tuple[Mistake, ...] = CASES) -> Iterator[tuple[Mistake, bool]]:
-    """Each case, and whether its sentence was said."""
+    """Each case, and whether its sentence is in the messages."""
     for case in cases:
         torch.manual_seed(0)
-        yield case, case.is_said()
+        yield case, case.is_named()
 
 
 def main() -> int:
@@ -319,10 +319,10 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     logging.getLogger("trainstack").propagate = False
     count = 0
-    for case, is_said in report():
-        count += is_said
-        print(f"{'said  ' if is_said else 'SILENT'}  {case.name}")
-    print(f"{count} of {len(CASES)} said")
+    for case, is_named in report():
+        count += is_named
+        print(f"{'named ' if is_named else 'SILENT'}  {case.name}")
+    print(f"{count} of {len(CASES)} named")
     return 0 if count == len(CASES) else 1
 
 

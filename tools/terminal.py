@@ -1,4 +1,4 @@
-"""Run a command in a pseudo-terminal and keep the screen that it leaves, with its colours."""
+"""Run a command in a pseudo-terminal and keep its final screen with the colours."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07]*\x07|([\r\n\b])
 
 
 class Screen:
-    """A terminal without a lower end: rows of cells, each a character and the codes of its style.
+    """A terminal of unlimited height: rows of cells, each a character and the codes of its style.
 
-    It knows the output of rich, tqdm and Python: line ends, backspaces, cursor up (A), columns (G), erasing (J, K),
-    styles (m). Other sequences are dropped.
+    It handles the output of rich, tqdm and Python: line ends, backspaces, cursor up (A), columns (G), erasing (J, K),
+    styles (m). It ignores other sequences.
 
     Args:
         width: columns; longer lines wrap.
@@ -48,7 +48,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """The rows as plain text, without blanks at their ends and empty rows at the end."""
+        """The rows as plain text, without trailing spaces and trailing empty rows."""
         lines = ["".join(character for character, _ in row).rstrip() for row in self._rows]
         return "\n".join(lines).rstrip("\n").split("\n")
 
@@ -107,7 +107,7 @@ def run_in_terminal(
 
     Args:
         command: the program and its arguments.
-        folder: where it runs.
+        folder: its working directory.
         screen: gets the output.
         timeout_s: wall-clock seconds after which the process is killed.
 

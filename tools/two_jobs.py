@@ -1,8 +1,8 @@
-"""Starts two jobs on one run directory again and again, and checks that one owns it and nothing is lost.
+"""Start two jobs in one run directory, many times, and check that one owns it and that nothing is lost.
 
-`make two-jobs`, or `python -m tools.two_jobs --cases 50 --seed 0`. Jobs are killed, stopped beyond their lease and
-woken again; wall clocks jump. After each case every checkpoint is intact and of one run, the run has ended with the
-bits of an undisturbed one, and each job that did not finish has said why in one message.
+`make two-jobs`, or `python -m tools.two_jobs --cases 50 --seed 0`. Jobs are killed, or stopped beyond their lease and
+continued; wall clocks jump. After each case every checkpoint is intact and of one run, the run has ended with the bits
+of an undisturbed one, and each unfinished job has printed the reason in one message.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEP_S = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A process that trains, and the file that it writes its messages into."""
+    """A process that trains, and the file with its messages."""
 
     pid: int
     log: Path
@@ -45,10 +45,10 @@ class Job:
         os.kill(self.pid, number)
 
     def wait(self, limit_s: float = 90.0) -> int:
-        """Its exit code; -9 if it was killed.
+        """Wait for its end; returns the exit code, -9 after a kill.
 
         Raises:
-            AssertionError: it has not ended in time.
+            AssertionError: it has not ended within `limit_s`.
         """
         ends = time.monotonic() + limit_s
         while time.monotonic() < ends:
@@ -94,7 +94,7 @@ def train(folder: Path, *, step_s: float, async_save: bool = False) -> None:
 
 
 def start(folder: Path, log: Path, *, jumps: list[float], async_save: bool) -> Job:
-    """Start a job whose wall clock has another offset from step to step."""
+    """Start a job whose wall clock has the offsets `jumps` in turn, each for a quarter of a second."""
     pid = os.fork()
     if pid:
         return Job(pid=pid, log=log)
@@ -128,20 +128,20 @@ def until_saved(folder: Path, count: int, job: Job) -> None:
 
 
 def at_once(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Random) -> list[int]:
-    """Both start at the same time."""
+    """Both jobs start at the same time."""
     second = begin()
     return [first.wait(), second.wait()]
 
 
 def in_the_middle(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Random) -> list[int]:
-    """The second one starts while the first one trains."""
+    """The second job starts while the first one trains."""
     until_saved(folder, dice.randint(1, 20), first)
     second = begin()
     return [first.wait(), second.wait()]
 
 
 def killed(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Random) -> list[int]:
-    """The first one is killed, and the second one takes over at once."""
+    """The first job is killed, and the second one starts immediately."""
     until_saved(folder, dice.randint(1, 20), first)
     time.sleep(dice.random() * STEP_S)
     first.send(signal.SIGKILL)
@@ -150,7 +150,7 @@ def killed(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Rand
 
 
 def stopped(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Random) -> list[int]:
-    """The first one is stopped beyond its lease, and woken while the second one trains or after its end."""
+    """The first job is stopped beyond its lease, and continued while the second one trains or after its end."""
     until_saved(folder, dice.randint(1, 20), first)
     time.sleep(dice.random() * STEP_S)
     first.send(signal.SIGSTOP)
@@ -169,7 +169,7 @@ def stopped(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Ran
 
 
 def stopped_for_a_moment(first: Job, begin: Callable[[], Job], folder: Path, dice: random.Random) -> list[int]:
-    """The first one is stopped for less than its lease; the second one is refused."""
+    """The first job is stopped for less than its lease; the second one is refused."""
     until_saved(folder, dice.randint(1, 20), first)
     first.send(signal.SIGSTOP)
     second = begin()
@@ -192,7 +192,7 @@ def run_case(number: int, seed: int, reference: dict[str, Any], root: Path) -> s
     """Run one case and check the files; returns the name of its scenario.
 
     Raises:
-        AssertionError: something was lost, or foreign, or not said.
+        AssertionError: a checkpoint is lost or belongs to another run, or a message is missing.
     """
     dice = random.Random(f"{seed}/{number}")
     scenario = list(EXPECTED)[number % len(EXPECTED)]
@@ -217,7 +217,7 @@ def run_case(number: int, seed: int, reference: dict[str, Any], root: Path) -> s
 
 
 def check_folder(folder: Path, reference: dict[str, Any], about: str) -> None:
-    """Check that all is intact, of one run, in the order of its owners, and that the run has ended as it should."""
+    """Check that all checkpoints are intact, of one run, in the order of leases, and that the last has `reference`."""
     contents = listing.scan(folder)
     assert not contents.broken, about
     assert not contents.odd, about
@@ -235,14 +235,14 @@ def check_folder(folder: Path, reference: dict[str, Any], about: str) -> None:
 
 
 def undisturbed(folder: Path) -> dict[str, Any]:
-    """The weights of a run without a second job."""
+    """The final weights of a run without a second job."""
     train(folder, step_s=0.0)
     newest = next(info for info in listing.scan(folder / "checkpoints").intact if info.kind == "checkpoint")
     return ts.read_checkpoint(newest.path).module_interface_state or {}
 
 
 def campaign(cases: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
-    """Run `cases` cases; returns how many of each scenario there were."""
+    """Run `cases` cases; returns the number of cases of each scenario."""
     torch.set_num_threads(1)
     done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="two-jobs-") as name:
@@ -250,19 +250,19 @@ def campaign(cases: int, seed: int, say: Callable[[str], None]) -> Counter[str]:
         reference = undisturbed(root / "reference")
         for number in range(cases):
             done[run_case(number, seed, reference, root)] += 1
-            say(f"case {number + 1} of {cases}: as it should be")
+            say(f"case {number + 1} of {cases}: passed")
     return done
 
 
 def main() -> int:
-    """Run the campaign that the command line asks for."""
+    """Run the campaign with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     began = time.monotonic()
     done = campaign(given.cases, given.seed, lambda line: print(line, file=sys.stderr, flush=True))
-    print(f"{given.cases} cases, seed {given.seed}, {time.monotonic() - began:.0f} s: nothing lost, nothing foreign")
+    print(f"{given.cases} cases, seed {given.seed}, {time.monotonic() - began:.0f} s: no checkpoint lost or foreign")
     for name, count in sorted(done.items()):
         print(f"  {name}: {count}")
     return 0

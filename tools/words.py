@@ -54,7 +54,7 @@ _CODE = re.compile(
 )
 _SENTENCE = re.compile(r"[.!?:](?=\s|$)|\n\s*\n")
 _NOT_READ = ("tools/words.py", "tests/tools/test_words.py")
-"""They hold the words themselves."""
+"""They contain the words."""
 
 
 class Place(NamedTuple):

@@ -42,6 +42,13 @@ def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
     The rank is read at each call, so a function can be decorated before the process group is initialized. The processes
     do not wait for each other: `fn` may raise, and only rank 0 needs to call the decorated function.
+
+    Examples:
+        >>> @ts.rank_zero_only
+        ... def save_notes(text):
+        ...     print(text)
+        >>> save_notes("learning rate 0.1")
+        learning rate 0.1
     """
 
     @functools.wraps(fn)
@@ -58,6 +65,10 @@ def print_once(*args: Any, once: Literal["world", "node"] = "world", **kwargs: A
         args: as for `print`.
         once: `"world"` prints on rank 0, `"node"` on local rank 0 of each machine.
         kwargs: as for `print`.
+
+    Examples:
+        >>> ts.print_once("training begins")
+        training begins
     """
     if (global_rank() if once == "world" else local_rank()) == 0:
         print(*args, **kwargs)  # noqa: T201 - the caller asked for it
@@ -80,6 +91,11 @@ def main_process_first(local: bool = False, *, timeout_s: float = 3600.0) -> Ite
 
     Raises:
         TrainstackError: in the waiting processes, if the first one has raised, or has not left the body in time.
+
+    Examples:
+        >>> with ts.main_process_first() as first:
+        ...     print("download" if first else "read the copy")
+        download
     """
     if not _has_group() or dist.get_world_size() == 1:
         yield True

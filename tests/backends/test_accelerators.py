@@ -1,4 +1,4 @@
-"""Copies to and from a device, and which device is current: on a device that these tests pretend to have."""
+"""Copies to and from a device, and the current device, on a GPU that these tests pretend to have."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_metric_inputs_have_arrived_when_they_are_sent(gpu: PretendedGpu) -> Non
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("where", ["cpu", "mps", "meta"])
-def test_only_devices_that_stage_host_memory_are_copied_to_without_a_wait(where: str) -> None:
+def test_only_copies_to_cuda_do_not_wait(where: str) -> None:
     seen: list[Any] = []
 
     class Watched(Tensor):
@@ -192,7 +192,7 @@ class Logs(Classifier):
 
 
 @pytest.mark.parametrize("asked", ["cuda:1", 1])
-def test_sp_selects_its_device_and_gives_the_previous_one_back(gpu: PretendedGpu, asked: Any) -> None:
+def test_sp_selects_its_device_and_restores_the_previous_one(gpu: PretendedGpu, asked: Any) -> None:
     layer = SingleProcess()
     assert layer.open(asked).device == torch.device("cuda:1")
     assert gpu.index == 1
@@ -243,7 +243,7 @@ def refilled(gpu: PretendedGpu, batches: int) -> Iterator[list[Tensor]]:
         yield [buffer.fill_(float(i)), torch.zeros(4)]
 
 
-def test_a_copy_out_of_a_pinned_buffer_ends_before_the_next_batch_is_asked_for(gpu: PretendedGpu) -> None:
+def test_a_copy_from_pinned_memory_ends_before_the_next_batch(gpu: PretendedGpu) -> None:
     for batch in after_copies(refilled(gpu, 3)):
         moved = ts.move_to_device(batch, CUDA)
         assert moved[0].data_ptr() != batch[0].data_ptr()
@@ -258,7 +258,7 @@ def test_memory_that_is_not_pinned_is_not_waited_for(gpu: PretendedGpu) -> None:
     assert not {("record",), ("wait",)} & set(gpu.calls)
 
 
-def test_a_loop_that_is_left_early_watches_no_longer(gpu: PretendedGpu) -> None:
+def test_a_closed_loop_no_longer_waits_for_copies(gpu: PretendedGpu) -> None:
     batches = after_copies(refilled(gpu, 3))
     next(batches)
     batches.close()  # type: ignore[attr-defined]

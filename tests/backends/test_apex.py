@@ -70,42 +70,42 @@ WORKS = nvidias(amp="def initialize(): ...")
 # --- the probe
 
 
-def test_no_apex_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_apex_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
 
     assert probe().kind == "absent"
     assert (probe().location, probe().distribution, probe().has_cuda_ext) == (None, None, False)
 
 
-def test_the_web_framework_of_the_same_name(install: Install) -> None:
+def test_the_web_framework_is_not_nvidias_apex(install: Install) -> None:
     place = install(PYRAMID)
     found = probe()
 
     assert (found.kind, found.location, found.distribution) == ("not-nvidia", str(place), "apex 0.9.10.dev0")
 
 
-def test_a_folder_with_apex_source_in_it(install: Install) -> None:
-    """A clone of the repository in the working directory is found as a package, and is none."""
+def test_a_clone_of_the_repository_is_not_a_package(install: Install) -> None:
+    """Python finds a clone of the repository in the working directory as a package, without a module in it."""
     install({f"apex/{name}": text for name, text in nvidias(NEVER_RUN).items()})
 
     assert probe().kind == "not-nvidia"
     assert "Install it from there" in probe().detail
 
 
-def test_a_file_called_apex(install: Install) -> None:
+def test_a_module_called_apex_is_not_nvidias(install: Install) -> None:
     install({"apex.py": NEVER_RUN})
 
     assert probe().kind == "not-nvidia"
     assert str(probe().location).endswith("apex.py")
 
 
-def test_nvidias_without_amp(install: Install) -> None:
+def test_an_apex_without_amp_is_recognized(install: Install) -> None:
     install({**nvidias(NEVER_RUN, amp=None), "amp_C.py": NEVER_RUN})
 
     assert (probe().kind, probe().distribution, probe().has_cuda_ext) == ("no-amp", "apex 0.1", True)
 
 
-def test_nvidias_that_is_too_old_for_this_torch(install: Install) -> None:
+def test_an_apex_too_old_for_this_torch_is_broken(install: Install) -> None:
     install(OLD)
     found = probe()
 
@@ -114,13 +114,13 @@ def test_nvidias_that_is_too_old_for_this_torch(install: Install) -> None:
     assert "older than 2023-02-15" in found.detail
 
 
-def test_nvidias_that_is_broken_otherwise(install: Install) -> None:
+def test_an_apex_whose_import_fails_is_broken(install: Install) -> None:
     install(nvidias(init="raise OSError('undefined symbol: x')"))
 
     assert (probe().kind, probe().detail) == ("broken", "OSError: undefined symbol: x")
 
 
-def test_nvidias_with_amp(install: Install) -> None:
+def test_an_apex_with_amp_is_recognized(install: Install) -> None:
     install(WORKS)
 
     assert (probe().kind, probe().has_cuda_ext, probe().detail) == ("amp", False, "")
@@ -154,7 +154,7 @@ def test_the_wrong_apex_is_named_before_any_work_begins(
     assert isinstance(caught.value, ts.ConfigurationError)
 
 
-def test_no_apex_is_said_with_the_trap_on_the_way_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_apex_mentions_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "apex", None)  # type: ignore[arg-type]
 
     with pytest.raises(ts.ApexUnavailableError, match="'pip install apex' installs another package"):
@@ -194,7 +194,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_options_that_exclude_each_other() -> None:
+def test_contradictory_options_are_refused() -> None:
     with pytest.raises(ts.BackendSpecError, match="fill the same slot"):
         ts.build_trainer_backend("sp-bf16-amp-apex")
     options = {"amp_apex": {"opt_level": "O1"}}
@@ -228,7 +228,7 @@ OTHERS = [
     path.relative_to(ROOT).as_posix()
     for folder in ("backends", "trainer")
     for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))
-    if "\nfrom tests.helpers.specs import" in path.read_text(encoding="utf-8")  # a line, which this file has not
+    if "\nfrom tests.helpers.specs import" in path.read_text(encoding="utf-8")  # this file has no such line
 ]
 """Files with tests that run through every stack."""
 
@@ -268,7 +268,7 @@ def with_apex(wheel: Path, level: str, *command: str) -> subprocess.CompletedPro
     ],
     ids=["O0", "O1", "O2", "O3", "O0, the other files"],
 )
-def test_the_layer_on_apex_itself(level: str, suites: list[str], wheel: Path) -> None:
+def test_the_layer_fulfils_its_contract_on_apex_itself(level: str, suites: list[str], wheel: Path) -> None:
     """The contract of every stack of one process, and `apex_checks`. O3 has only these: AdamW fails in float16."""
     command = ["pytest", "-p", "tests.helpers.apex_plugin", "-p", "no:cacheprovider", "-q", "-k", "apex and not ddp"]
     done = with_apex(wheel, level, *command, "tests/helpers/apex_checks.py", *suites)

@@ -35,7 +35,7 @@ class Mine(ts.AbstractTrainerBackendDecorator):
 
 
 class Counted(Mine):
-    """Keeps the true number of records back."""
+    """Hides the true number of records."""
 
     public_dataset_size = 24
 
@@ -70,7 +70,7 @@ def trained(backend: str, folder: Path, module: Any = None, **changes: Any) -> t
 
 
 @pytest.mark.parametrize("backend", ["sp-mine", "sp-mine-bf16"])
-def test_a_layer_of_ones_own_is_private(backend: str, tokens: None, tmp_path: Path) -> None:
+def test_a_custom_layer_is_private(backend: str, tokens: None, tmp_path: Path) -> None:
     trainer = trained(backend, tmp_path)
     stack = trainer.trainer_backend
     newest = [info for info in ts.list_checkpoints(tmp_path / "checkpoints") if info.kind == "checkpoint"][-1].path
@@ -93,7 +93,7 @@ def test_a_layer_that_declares_nothing_has_none_of_it(tokens: None, tmp_path: Pa
     assert "train/loss_epoch" in trainer.history.get_metric_names()
 
 
-def test_a_layer_of_ones_own_keeps_the_number_of_records_back(tokens: None, tmp_path: Path) -> None:
+def test_a_custom_layer_can_hide_the_number_of_records(tokens: None, tmp_path: Path) -> None:
     stack = Counted(ts.build_trainer_backend("sp"))
     trainer = ts.Trainer(Classifier(numbers(32)), arguments(tmp_path), trainer_backend=stack)
 
@@ -126,7 +126,7 @@ def test_arguments_find_the_layer_that_takes_them(tokens: None, tmp_path: Path) 
 PLACE = ts.DistributedTrainingArguments(global_rank=0, world_size=1, local_rank=0)
 
 
-def test_a_private_run_of_ones_own_layer_is_not_verified(tokens: None, tmp_path: Path) -> None:
+def test_a_private_run_of_a_custom_layer_is_not_verified(tokens: None, tmp_path: Path) -> None:
     noisy = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0)
     saving = ts.DefaultCheckpointerArguments()
     args = arguments(tmp_path, backend="sp-mine", differential_privacy_args=noisy, checkpointer_args=saving)
@@ -135,7 +135,7 @@ def test_a_private_run_of_ones_own_layer_is_not_verified(tokens: None, tmp_path:
 
 
 @pytest.mark.processes
-def test_a_stack_is_driven_after_each_import_of_a_part_of_the_library() -> None:
+def test_a_stack_runs_after_an_import_of_the_backends_alone() -> None:
     program = """
 from torch import nn, optim, zeros
 from trainstack.backends import TrainerBackendArguments, build_trainer_backend

@@ -52,7 +52,7 @@ BATCHES = [torch.zeros(4, 3), torch.zeros(3, 3), torch.zeros(4, 3), torch.zeros(
 @every_stack_without_a_trainer
 class TestEveryStack:
     @pytest.mark.spec("B1", "PMT-25", "PMB-04")
-    def test_one_global_step(self, spec: str) -> None:
+    def test_one_global_step_trains_one_batch(self, spec: str) -> None:
         backend, module, optimizer = driven(spec, max_train_steps_per_epoch=1, clip_grads=False)
         callback = mock.Mock(spec=ts.CallbackInterface)
         with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step:
@@ -71,7 +71,7 @@ class TestEveryStack:
         assert (number, loss.tolist(), batch.shape) == (1, [9.0], (4, 3))
 
     @pytest.mark.spec("B2", "PMT-22")
-    def test_validation_is_capped_and_knows_the_step(self, spec: str) -> None:
+    def test_validation_is_limited_and_has_the_global_step(self, spec: str) -> None:
         backend, module, _ = driven(spec, max_val_steps_per_epoch=1)
         module.train()
         outputs = backend.validate_dl(BATCHES)
@@ -81,7 +81,7 @@ class TestEveryStack:
         assert module.training
 
     @pytest.mark.spec("B3", "B5", "PMB-05")
-    def test_accumulation_and_collected_outputs(self, spec: str) -> None:
+    def test_accumulated_steps_collect_all_outputs(self, spec: str) -> None:
         backend, module, optimizer = driven(spec, gradient_accumulation=2)
         with mock.patch.object(optimizer, "step", wraps=optimizer.step) as step:
             losses, batches = backend.train_dl(BATCHES, ts.CallbackInterface())
@@ -93,7 +93,7 @@ class TestEveryStack:
 
     @pytest.mark.spec("B4")
     @pytest.mark.parametrize("start", [-10.0, -0.25, 0.25, 9.0])
-    def test_clipping_by_norm(self, spec: str, start: float) -> None:
+    def test_gradients_are_clipped_by_norm(self, spec: str, start: float) -> None:
         backend, module, _ = driven(spec, max_train_steps_per_epoch=1)
         module.x.data.fill_(start)
         backend.train_dl(BATCHES, ts.CallbackInterface())
@@ -110,7 +110,7 @@ class TestEveryStack:
         assert step.call_count == 4
 
 
-def test_a_stack_with_nothing_to_train() -> None:
+def test_a_stack_with_nothing_to_train_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Call backend\.init\(TrainerBackendArguments"):
         ts.build_trainer_backend("sp").train_dl(BATCHES, ts.CallbackInterface())
 

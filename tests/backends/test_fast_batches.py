@@ -69,7 +69,7 @@ def _numbers(batches: Any) -> Any:
     return torch.tensor(ord(batches)) if isinstance(batches, str) else torch.as_tensor(batches)
 
 
-def test_a_batch_that_cannot_be_loaded_says_so_when_it_is_due() -> None:
+def test_a_batch_that_cannot_be_loaded_fails_in_order() -> None:
     class Torn(Slow):
         def __getitem__(self, index: int) -> Any:
             if index == 2:

@@ -1,4 +1,4 @@
-"""Fast paths: which parts of torch's calls they leave out, when they do not, and the switch that turns them off."""
+"""Fast paths: the parts of torch's calls that they omit, the cases in which they do not, and the switch for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_gradients_are_those_of_backward_to_the_bit(weight: float) -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_graph_is_freed_and_gradients_add_up_as_with_backward() -> None:
+def test_fast_backward_frees_the_graph_and_accumulates_gradients() -> None:
     model = nn.Linear(3, 1)
     loss = loss_of(model)
     fast_backward(loss, torch.tensor(1.0))
@@ -58,7 +58,7 @@ class OwnBackward(Tensor):
         super().backward(*args, **kwargs)
 
 
-def test_the_own_backward_method_of_a_tensor_class_is_called() -> None:
+def test_an_overridden_backward_of_a_tensor_class_is_called() -> None:
     loss = torch.ones((), requires_grad=True).mul(2).as_subclass(OwnBackward)
     fast_backward(loss, torch.tensor(1.0))
     assert OwnBackward.called == 1
@@ -81,7 +81,7 @@ def noop(*args: Any) -> None:
         lambda m: nn.modules.module.register_module_full_backward_pre_hook(noop),
     ],
 )
-def test_a_module_is_called_as_it_is_while_a_hook_is_registered(register: Callable[[nn.Module], Any]) -> None:
+def test_a_module_with_hooks_is_called_normally(register: Callable[[nn.Module], Any]) -> None:
     module = nn.Linear(2, 2)
     assert fast_call(module) == module.forward
     handle = register(module)
@@ -90,7 +90,7 @@ def test_a_module_is_called_as_it_is_while_a_hook_is_registered(register: Callab
     assert fast_call(module) == module.forward
 
 
-def test_the_own_call_method_of_a_module_is_called() -> None:
+def test_an_overridden_call_of_a_module_is_used() -> None:
     class Counting(nn.Linear):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return super().__call__(*args, **kwargs)
@@ -207,7 +207,7 @@ def test_the_pinned_torch_takes_every_fast_path(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("how", ["argument", "variable"])
-def test_one_switch_turns_all_fast_paths_off_and_changes_no_bit(
+def test_one_switch_disables_all_fast_paths_without_changing_bits(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(fast_paths.VARIABLE, raising=False)
@@ -222,9 +222,7 @@ def test_one_switch_turns_all_fast_paths_off_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("name", [*PRIVATE[2:], *PLAIN])
-def test_without_a_private_name_the_public_call_gives_the_same_bits(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_public_fallback_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = results(tmp_path / "fast")
     monkeypatch.setattr(fast_paths, name, None)
     fallback = results(tmp_path / "fallback")
@@ -232,7 +230,7 @@ def test_without_a_private_name_the_public_call_gives_the_same_bits(
     assert all(torch.equal(one, other) for one, other in zip(fast, fallback, strict=True))
 
 
-def test_fast_calls_and_steps_are_off_where_a_name_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_disables_fast_calls_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fast_paths._knows_module_calls()
     assert fast_paths._knows_steps()
     monkeypatch.setattr(fast_paths, "_tracing_state", None)
@@ -259,7 +257,7 @@ def test_two_trainers_in_one_process_have_a_switch_each(tmp_path: Path, monkeypa
     assert calls["_run_engine"]
 
 
-def test_a_new_kind_of_hook_in_torch_turns_the_fast_call_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_torch_hook_disables_the_fast_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call_impl(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._forward_hooks or self._forward_later_hooks or self.forward(*args, **kwargs)
 
@@ -268,7 +266,7 @@ def test_a_new_kind_of_hook_in_torch_turns_the_fast_call_off(monkeypatch: pytest
     assert not fast_paths._knows_module_calls()
 
 
-def test_a_new_kind_of_hook_in_torch_turns_the_fast_step_off() -> None:
+def test_a_new_torch_hook_disables_the_fast_step() -> None:
     usual = torch.optim.SGD.step
     assert fast_paths._unwrapped(usual) is not None
 

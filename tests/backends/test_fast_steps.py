@@ -44,8 +44,8 @@ def test_the_bits_are_those_of_the_wrapped_step(kind: str, options: dict[str, An
 
 
 @pytest.mark.parametrize("kind", BARE)
-def test_the_wrappers_of_this_torch_are_known(kind: str) -> None:
-    """Where they are not, steps still are right, but slower; then look at `fast_paths.py`."""
+def test_the_step_wrappers_of_this_torch_are_recognized(kind: str) -> None:
+    """Otherwise steps are correct but slower; `fast_paths.py` then needs a change."""
     optimizer = getattr(torch.optim, kind)([nn.Parameter(torch.ones(2))])
 
     assert fast_update(optimizer) is not None
@@ -99,7 +99,7 @@ def test_a_profiler_sees_the_step() -> None:
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}
 
 
-def test_a_scheduler_knows_that_the_optimizer_was_stepped(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_scheduler_gives_no_warning_after_a_fast_step(recwarn: pytest.WarningsRecorder) -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight])
@@ -134,9 +134,7 @@ def test_clipping_gives_the_bits_of_torch(scale: float, limit: float, dtype: tor
 
 @pytest.mark.parametrize("dense_too", [True, False])
 @pytest.mark.parametrize("rows", [[1, 3], [1, 1, 3]])
-def test_clipping_by_value_sees_a_sparse_gradient_as_the_sum_that_it_stands_for(
-    rows: list[int], dense_too: bool
-) -> None:
+def test_clipping_by_value_sums_a_sparse_gradient_first(rows: list[int], dense_too: bool) -> None:
     """Row 1 is looked up once, or twice: then neither part of its gradient exceeds the limit, and the sum does."""
     embedding, usual = nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2)
     linear = nn.Linear(2, 1)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from tests.helpers.patience import patience
+from trainstack.backends import generator_search
 from trainstack.backends.generator_search import find_generators
 from trainstack.trainer.data.own_generators import own_generators
 from trainstack.trainer.resume.module_generators import get_generator_states
@@ -67,7 +68,7 @@ class OfClass:
 
     @property
     def drawn(self) -> float:
-        return BESIDE.random()
+        return NEARBY.random()
 
 
 class Net(nn.Module):
@@ -77,7 +78,7 @@ class Net(nn.Module):
         self.inner[0].value = value
 
 
-BESIDE, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
+NEARBY, AUGMENTATION, INDIRECT = random.Random(8), Frozen(random.Random(10)), np.random.default_rng(9)
 
 
 def draw_from(rng: Any) -> float:
@@ -166,7 +167,7 @@ def test_generators_named_by_classes_and_functions_are_reached() -> None:
         "rng": OfClass.rng,
         "by_name['rng']": OfClass.by_name["rng"],
         "global AUGMENTATION.value": AUGMENTATION.value,
-        "global BESIDE": BESIDE,
+        "global NEARBY": NEARBY,
         "global INDIRECT": INDIRECT,
     }
 
@@ -210,7 +211,7 @@ def test_no_code_of_the_objects_runs() -> None:
     assert list(find_generators(LazyDict(a=trap)).by_path) == ["['a'].rng"]
 
 
-def test_several_generators_in_a_set_have_no_order_and_are_named() -> None:
+def test_several_generators_in_a_set_are_reported_as_unsearched() -> None:
     assert find_generators(owner=Box({random.Random(1), random.Random(2)})).unsearched == ["owner.value"]
     assert not find_generators(owner=Box({"a", ("b", 1), (2, 3)})).unsearched
 
@@ -265,3 +266,11 @@ def test_an_object_that_is_too_large_is_named() -> None:
     assert found.unsearched
     assert found.describe_unsearched().endswith(" more")
     assert find_generators(nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(3000)))).unsearched == []
+
+
+def test_the_search_examines_as_many_items_as_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator_search, "MANY", 3)  # 150 items
+    monkeypatch.setattr(generator_search, "WIDE", 1000)
+    for count, is_found in ((147, True), (148, False)):  # and the inner list, and the class of the outer one
+        found = find_generators(root=[[random.Random(1)], *[1] * count])
+        assert (bool(found.by_path), bool(found.unsearched)) == (is_found, not is_found)

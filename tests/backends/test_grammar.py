@@ -1,4 +1,4 @@
-"""The backend string, and the sentence that answers a wrong one."""
+"""The backend string, and the message for a wrong one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SCALED = (
     ("spec", "layers"),
     [("sp", ["SingleProcess"]), ("sp-amp", ["Amp", "SingleProcess"]), ("sp-bf16", ["BFloat16", "SingleProcess"])],
 )
-def test_a_string_builds_a_stack_and_the_stack_knows_its_string(spec: str, layers: list[str]) -> None:
+def test_a_stack_is_built_from_its_string_and_returns_it(spec: str, layers: list[str]) -> None:
     stack = ts.build_trainer_backend(spec)
 
     assert [type(layer).__name__ for layer in stack.layers()] == layers
     assert stack.spec == spec
 
 
-def test_the_legal_strings() -> None:
+def test_stacks_of_one_process_are_legal() -> None:
     assert set(ts.legal_specs()) >= {"sp", "sp-amp", "sp-bf16"}
 
 
@@ -53,7 +53,7 @@ def test_every_wrong_string_is_answered_with_one_that_is_right(tokens: list[str]
     pytest.fail(f"the advice for {'-'.join(tokens)!r} never ends in a legal string: {spec!r}")
 
 
-def test_one_spelling_a_stack() -> None:
+def test_each_stack_has_one_spelling() -> None:
     legal = [spec for n in (1, 2, 3) for p in permutations(TOKENS, n) if (spec := "-".join(p)) in ts.legal_specs()]
 
     assert len(legal) == len({frozenset(spec.split("-")) for spec in legal}) == 4
@@ -72,7 +72,7 @@ def test_one_spelling_a_stack() -> None:
         ("sp-quantum", f"backend 'sp-quantum': no layer has the name 'quantum'. The layers are {KNOWN}."),
     ],
 )
-def test_the_sentences(spec: str, message: str) -> None:
+def test_wrong_strings_get_the_documented_messages(spec: str, message: str) -> None:
     with pytest.raises(ts.BackendSpecError) as caught:
         ts.build_trainer_backend(spec)
 
@@ -95,7 +95,7 @@ def own_layer() -> Iterator[type[Any]]:
 
 
 @pytest.mark.spec("PMB-16", "F118")
-def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> None:
+def test_a_custom_layer_follows_the_grammar(own_layer: type[Any]) -> None:
     stack = ts.build_trainer_backend("sp-amp-halve")
 
     assert stack.spec == "sp-amp-halve"
@@ -106,7 +106,7 @@ def test_a_layer_of_ones_own_obeys_the_same_grammar(own_layer: type[Any]) -> Non
 
 
 @pytest.mark.spec("PMB-16")
-def test_several_layers_of_ones_own_work_in_the_order_written(own_layer: type[Any], tmp_path: Path) -> None:
+def test_custom_layers_run_in_the_order_written(own_layer: type[Any], tmp_path: Path) -> None:
     calls: list[str] = []
 
     @ts.register_layer("count")
@@ -143,7 +143,7 @@ def test_options_are_given_by_name(options: Any) -> None:
 
 
 @pytest.mark.spec("PMT-03")
-def test_a_whole_backend_of_ones_own() -> None:
+def test_a_custom_backend_can_be_registered() -> None:
     ts.register_trainer_backend("mine", lambda: ts.build_trainer_backend("sp-bf16"))
     try:
         assert ts.build_trainer_backend("mine").spec == "sp-bf16"
@@ -154,7 +154,7 @@ def test_a_whole_backend_of_ones_own() -> None:
 
 
 @pytest.mark.spec("PMB-16")
-def test_explain_prints_the_way_of_each_verb() -> None:
+def test_explain_prints_the_layers_of_each_verb() -> None:
     told = " ".join(ts.explain("sp-amp").split())
 
     assert "backward amp > sp clip amp > sp step amp > sp skip amp begin_evaluation nothing to do" in told

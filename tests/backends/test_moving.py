@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import trainstack as ts
+from trainstack.backends import single_process
 
 META = torch.device("meta")
 
 
 class WithDefaults(dict[str, Any]):
-    """A constructor that takes no mapping, and an attribute in addition to the items."""
+    """Has a constructor that takes no mapping, and an attribute in addition to the items."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__(x=torch.zeros(size))
@@ -31,7 +33,7 @@ class ItsOwnAttributes(dict[str, Any]):
 
 
 class LooksUp(dict[str, Any]):
-    """Raises KeyError for an attribute that there is not, `to` among them."""
+    """Raises KeyError for each missing attribute, `to` among them."""
 
     __getattr__ = dict.__getitem__
 
@@ -52,14 +54,14 @@ class MovesItself(dict[str, Tensor]):
         return f"moved itself to {device}"
 
 
-def test_a_packed_sequence_moves_itself_and_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     moved = ts.move_to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
 
     assert isinstance(moved, PackedSequence)
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
-def test_a_container_that_can_move_is_asked_to() -> None:
+def test_a_container_with_a_to_method_moves_itself() -> None:
     assert ts.move_to_device(MovesItself(x=torch.ones(1)), META) == "moved itself to meta"
 
 
@@ -97,10 +99,28 @@ def test_a_subclass_of_list_needs_no_call_of_its_constructor() -> None:
     assert (moved.size, moved[0].device.type) == ((4, 3), "meta")
 
 
-def test_tuples_and_their_items() -> None:
+def test_tuples_keep_their_classes_while_items_move() -> None:
     moved = ts.move_to_device((Message(torch.ones(1), "a"), [torch.ones(1)], torch.Size([2, 3]), None), META)
 
     assert type(moved) is tuple
     assert (type(moved[0]), moved[0].to.device.type, moved[0].text) == (Message, "meta", "a")
     assert moved[1][0].device.type == "meta"
     assert moved[2:] == (torch.Size([2, 3]), None)
+
+
+@pytest.mark.parametrize("watched", [0, 1])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_only_copies_from_pinned_memory_that_a_loop_watches_have_an_event(
+    watched: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = single_process._Uploads()
+    uploads.watched = watched
+    stream = SimpleNamespace(record_event=lambda: "event")
+    monkeypatch.setattr(single_process, "_uploads", uploads)
+    monkeypatch.setattr(single_process, "_STAGED", ("meta",))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: pinned)
+
+    ts.move_to_device(torch.ones(2), META)
+
+    assert uploads.events == ["event"] * (watched and pinned)

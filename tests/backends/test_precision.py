@@ -46,7 +46,7 @@ def test_amp_equals_autocast_and_a_gradient_scaler_by_hand(tmp_path: Path) -> No
 
 
 @pytest.mark.spec("F110", "F410")
-def test_an_overflow_halves_the_scale_and_all_optimizers_wait(tmp_path: Path) -> None:
+def test_an_overflow_halves_the_scale_and_skips_all_optimizers(tmp_path: Path) -> None:
     """Only one of the two optimizers has a gradient that is inf; neither moves."""
     module = TwoOptimizers()
     trainer = train(module, tmp_path, backend="sp-amp", clip_grads=False)
@@ -72,7 +72,7 @@ def test_the_scale_grows_and_is_never_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("empty", [1, 2])
 def test_a_step_without_any_gradient_leaves_the_scaler_ready(empty: int, tmp_path: Path) -> None:
-    """Also the very first of a run, before any loss was scaled."""
+    """Also in the first step of a run, before any loss was scaled."""
     module = SometimesEmpty(numbers(32))
     module.empty = empty
     trainer = train(module, tmp_path, backend="sp-amp")

@@ -17,7 +17,7 @@ from trainstack.checkpointing.encoding import StateEncoder
 
 
 def make_checkpoint(mark: int = 0, step: int | None = None) -> Checkpoint:
-    """A small checkpoint in whose every state `mark` can be read back."""
+    """A small checkpoint with `mark` in each of its states."""
     weight = torch.full((3, 2), float(mark))
     return Checkpoint(
         module_interface_state=OrderedDict({"encoder.weight": weight, "encoder.bias": torch.ones(2) * mark}),

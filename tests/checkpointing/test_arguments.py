@@ -58,7 +58,7 @@ def test_wrong_arguments_are_answered_with_a_correction(fields: dict[str, Any]) 
         DefaultCheckpointerArguments(**fields)
 
 
-def test_legal_arguments() -> None:
+def test_legal_arguments_are_accepted_and_frozen() -> None:
     arguments = DefaultCheckpointerArguments(
         load_filename=os.path.abspath("x"), file_ext="ckpt", log_level="debug", every_n_steps=5
     )
@@ -75,7 +75,7 @@ def test_every_argument_is_read() -> None:
 
 
 @pytest.mark.spec("PMT-08")
-def test_a_checkpointer_of_ones_own_needs_two_methods() -> None:
+def test_a_custom_checkpointer_needs_two_methods() -> None:
     class InMemory(AbstractCheckpointer):
         kept = Checkpoint()
 

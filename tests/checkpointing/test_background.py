@@ -1,4 +1,4 @@
-"""Saving in the background writes the state at the call of `save`, and loses no failure."""
+"""Saving in the background writes the state at the call of `save`, and reports each failure."""
 
 from __future__ import annotations
 
@@ -110,9 +110,7 @@ def test_nothing_else_begins_before_the_running_save_has_ended(
 
 
 @pytest.mark.parametrize("ask", ["poll", "save", "save_model", "load", "finish"])
-def test_a_failure_is_raised_with_its_cause_wherever_the_training_asks_and_once(
-    tmp_path: Path, gate: Gate, ask: str
-) -> None:
+def test_a_failure_is_raised_once_with_its_cause(tmp_path: Path, gate: Gate, ask: str) -> None:
     one, woken = in_background(tmp_path), threading.Event()
     one.watch(woken.set)
     one.save(make_checkpoint(1, step=1), 1)
@@ -136,7 +134,7 @@ def test_a_failure_is_raised_with_its_cause_wherever_the_training_asks_and_once(
     assert mark_of(one.load(True)) == 3
 
 
-def test_a_failure_that_is_not_ours_is_named_as_the_cause(
+def test_an_unexpected_failure_is_named_as_the_cause(
     tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = in_background(tmp_path)
@@ -192,7 +190,7 @@ def test_memory_is_taken_once_and_given_back_at_the_end(tmp_path: Path, monkeypa
     one.finish()
 
 
-def test_buffers_hold_copies_and_are_kept_while_the_layout_is_the_same() -> None:
+def test_buffers_hold_copies_and_are_reused_for_equal_layouts() -> None:
     buffers = HostBuffers()
     live = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.tensor(True), "c": torch.empty(0, dtype=torch.int16)}
     first = buffers.copy(live)

@@ -1,4 +1,4 @@
-"""A state tree comes back as it was, or is refused by name."""
+"""A state tree is decoded unchanged, or refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ trees = st.recursive(
 
 @pytest.mark.slow
 @given(trees)
-def test_any_tree_comes_back(tree: Any) -> None:
+def test_any_tree_is_decoded_unchanged(tree: Any) -> None:
     assert same(through_json(tree), tree)
 
 
@@ -76,7 +76,7 @@ def test_any_tree_comes_back(tree: Any) -> None:
     ],
     ids=repr,
 )
-def test_value_comes_back(value: Any) -> None:
+def test_a_value_is_decoded_unchanged(value: Any) -> None:
     assert same(through_json({"value": value})["value"], value)
 
 
@@ -95,7 +95,7 @@ def test_a_defaultdict_comes_back_with_its_factory(factory: Any) -> None:
 @pytest.mark.parametrize("dtype", [*NATIVE, *AS_BYTES], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (3, 4)], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_tensor_of_any_dtype_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_any_dtype_is_decoded_unchanged(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape)) * dtype.itemsize
     tensor = (torch.arange(count, dtype=torch.uint8) % 2).view(dtype).reshape(shape)
     assert same(through_json([tensor])[0], tensor)
@@ -214,7 +214,7 @@ class OwnDict(dict[str, int]):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_value_that_cannot_be_stored_is_named_with_its_place(value: Any, words: str) -> None:
+def test_values_that_cannot_be_stored_are_named_with_place(value: Any, words: str) -> None:
     with pytest.raises(UnsupportedStateError) as caught:
         StateEncoder().encode({"optimizers": [{"state": {3: {"foo": value}}}]}, "trainer_state")
     message = str(caught.value)

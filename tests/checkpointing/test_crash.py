@@ -127,14 +127,14 @@ def test_files_reach_the_disk_before_the_name_does(tmp_path: Path, monkeypatch: 
         pytest.param(True, NAMES["same name"], marks=pytest.mark.long),
     ],
 )
-def test_the_process_ends_before_any_call(
+def test_a_death_before_any_call_loses_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, in_background: bool
 ) -> None:
     for point in POINTS:
         directory = tmp_path / str(point)
         write_checkpoint(make_checkpoint(1), directory, "checkpoint-000000001")
         child = os.fork()
-        if child == 0:  # ends without running a single handler, as a kill would
+        if child == 0:  # ends without exit handlers, as after a kill
             instrument(monkeypatch, lambda number, *_, point=point: os._exit(9) if number == point else None)
             save(2, directory, name, in_background)
             os._exit(0)
@@ -150,7 +150,7 @@ def test_the_process_ends_before_any_call(
 
 
 def ways_to_fail() -> Iterator[Any]:
-    """In the foreground all; in the background two that differ in everything, and the rest in the long run."""
+    """All cases in the foreground; in the background two that differ in each parameter, the others with `--long`."""
     for background, lasting, (error, what), name in itertools.product(
         (False, True), (False, True), ((FULL, "full"), (Crash(), "crash")), NAMES
     ):
@@ -162,7 +162,9 @@ def ways_to_fail() -> Iterator[Any]:
 
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize(("name", "error", "lasting", "in_background"), list(ways_to_fail()))
-def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting: bool, in_background: bool) -> None:
+def test_a_failure_of_any_call_loses_no_checkpoint(
+    tmp_path: Path, name: str, error: BaseException, lasting: bool, in_background: bool
+) -> None:
     for point in POINTS:
         directory = tmp_path / str(point)
         write_checkpoint(make_checkpoint(1), directory, "checkpoint-000000001")
@@ -193,8 +195,8 @@ def test_any_call_fails(tmp_path: Path, name: str, error: BaseException, lasting
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_the_process_ends_while_a_new_best_is_saved_and_the_best_is_still_found(tmp_path: Path) -> None:
-    """The older ones, of which the one that was the best so far is deleted in turn, are deleted last."""
+def test_a_process_that_dies_saving_keeps_a_best_checkpoint(tmp_path: Path) -> None:
+    """Older checkpoints, the previous best among them, are deleted last."""
     arguments: dict[str, Any] = {"keep_last": 1, "keep_best": 1, "monitor": "val/accuracy"}
     before = tmp_path / "before"
     for mark, accuracy in ((1, 0.8), (2, 0.5)):

@@ -49,7 +49,7 @@ def expect_noticed(directory: Path, file: str, caplog: pytest.LogCaptureFixture)
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("length", ["0", "1", "half", "size-1"])
-def test_truncation(two: Path, file: str, length: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncation_is_noticed(two: Path, file: str, length: str, caplog: pytest.LogCaptureFixture) -> None:
     path = two / "checkpoint-000000002" / file
     data = path.read_bytes()
     path.write_bytes(data[: {"0": 0, "1": 1, "half": len(data) // 2, "size-1": len(data) - 1}[length]])
@@ -57,7 +57,7 @@ def test_truncation(two: Path, file: str, length: str, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_growth_and_removal(two: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_growth_and_removal_are_noticed(two: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
     path = two / "checkpoint-000000002" / file
     data = path.read_bytes()
     path.write_bytes(data + b"\n")
@@ -67,7 +67,7 @@ def test_growth_and_removal(two: Path, file: str, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_one_flipped_bit_anywhere(two: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_flipped_bit_anywhere_is_noticed(two: Path, file: str, caplog: pytest.LogCaptureFixture) -> None:
     path = two / "checkpoint-000000002" / file
     size = path.stat().st_size
     draw = random.Random(0)
@@ -85,7 +85,7 @@ def test_one_flipped_bit_anywhere(two: Path, file: str, caplog: pytest.LogCaptur
     expect_noticed(two, file, caplog)
 
 
-def test_if_all_are_damaged_that_is_an_error_that_names_them(two: Path) -> None:
+def test_an_error_names_all_checkpoints_if_all_are_damaged(two: Path) -> None:
     flip_bit(two / "checkpoint-000000001" / "state.json", 5)
     flip_bit(two / "checkpoint-000000002" / "MANIFEST.json", 5)
     checkpointer = DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(two), log_level="ERROR"))

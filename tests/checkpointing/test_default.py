@@ -44,7 +44,7 @@ def test_nothing_is_saved_when_switched_off(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_period_and_force(tmp_path: Path) -> None:
+def test_saves_follow_the_period_unless_forced(tmp_path: Path) -> None:
     every_second = checkpointer(tmp_path, period=2)
     assert every_second.save(make_checkpoint(3), 3) is None
     assert every_second.save(make_checkpoint(4), 4) == str(tmp_path / "checkpoint-000004")
@@ -60,7 +60,7 @@ def test_the_same_index_again_replaces(tmp_path: Path) -> None:
     assert mark_of(one.load(True)) == 40
 
 
-def test_names(tmp_path: Path) -> None:
+def test_names_have_prefix_number_and_extension(tmp_path: Path) -> None:
     one = checkpointer(tmp_path, file_prefix="run.1", file_ext="ckpt")
     one.save(make_checkpoint(1, step=12), 1)
     one.save(make_checkpoint(2), 2)
@@ -98,7 +98,7 @@ def test_an_export_is_never_a_point_to_resume_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("F115")
-def test_the_newest_is_the_one_written_last_not_the_highest_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
     checkpointer(tmp_path).save(make_checkpoint(1, step=900), 9)
     checkpointer(tmp_path).save(make_checkpoint(2, step=100), 1)
     assert mark_of(checkpointer(tmp_path).load(True)) == 2
@@ -115,7 +115,7 @@ def test_digits_in_paths_mean_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-14")
-def test_load_without_resume(tmp_path: Path) -> None:
+def test_load_without_resume_reads_load_dir_only(tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load() == Checkpoint()
     assert checkpointer(tmp_path, load_dir="").load(False).is_empty
     one = checkpointer(tmp_path)
@@ -132,9 +132,7 @@ def test_load_without_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [True, "auto", "last", "best"])
 @pytest.mark.parametrize("named", [None, "checkpoint-000001"])
-def test_a_run_that_came_from_load_dir_continues_from_its_own_checkpoints(
-    tmp_path: Path, resume: Any, named: str | None
-) -> None:
+def test_a_run_from_load_dir_continues_from_its_checkpoints(tmp_path: Path, resume: Any, named: str | None) -> None:
     def one() -> DefaultCheckpointer:
         return checkpointer(tmp_path / "mine", load_dir=str(tmp_path / "theirs"), load_filename=named)
 
@@ -180,7 +178,7 @@ def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("HZ-06")
-def test_resume_by_path_takes_a_checkpoint_or_a_directory_of_them(tmp_path: Path) -> None:
+def test_resume_accepts_a_checkpoint_or_a_directory_of_checkpoints(tmp_path: Path) -> None:
     one = checkpointer(tmp_path)
     first = one.save(make_checkpoint(1), 1)
     one.save(make_checkpoint(2), 2)
@@ -270,7 +268,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.processes
-def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_writers_are_deleted(tmp_path: Path) -> None:
     import socket
     import subprocess
     import sys
@@ -291,7 +289,7 @@ def test_leftovers_of_dead_writers_are_cleared_and_those_of_the_living_are_not(t
     assert [name[:6] for name in names(tmp_path)] == [".tmp-b", ".tmp-c", ".tmp-m", "checkp"]
 
 
-def test_two_trainers_in_one_process_do_not_clear_each_others_writes(tmp_path: Path) -> None:
+def test_trainers_in_one_process_keep_each_others_temporary_files(tmp_path: Path) -> None:
     from trainstack.checkpointing import temp_dirs
 
     mine = temp_dirs.claim_temp_dir(tmp_path, temp_dirs.TEMPORARY, "a")

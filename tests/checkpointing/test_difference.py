@@ -14,7 +14,7 @@ from trainstack.checkpointing.difference import differences
 
 
 def filled(value: float) -> torch.Tensor:
-    """So many zeros that their text is cut, and `value` in the middle."""
+    """Zeros whose text is abbreviated, and `value` in the middle."""
     tensor = torch.zeros(5000)
     tensor[2500] = value
     return tensor
@@ -50,7 +50,7 @@ def test_sets_are_the_same_in_any_order_of_insertion(kind: Any) -> None:
         forth.add(number)
     for number in (16, 8, 0):
         back.add(number)
-    assert list(forth) != list(back), "the order shows, or this tests nothing"
+    assert list(forth) != list(back), "the sets must iterate in different orders"
     assert words(kind(forth), kind(back)) == []
     assert words(kind({math.nan}), kind({float("nan")})) == []
     assert words(kind({0, 8}), kind({0, 9})) == ["x[1]: 8 | 9"]

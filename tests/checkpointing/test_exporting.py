@@ -1,4 +1,4 @@
-"""A model export explains itself and is read by plain PyTorch."""
+"""A model export has a README, and plain PyTorch reads it."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def test_a_trainers_export_describes_itself_and_how_to_load_it(tmp_path: Path, m
     assert f"| torch | {torch.__version__} |" in text
 
 
-def test_the_export_at_the_end_of_a_training_has_the_same_readme(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_final_export_of_a_training_has_a_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Classifier()
     train(module, tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
     other = Classifier(seed=9)
@@ -71,7 +69,7 @@ def test_tied_weights_are_loaded_by_the_readme(tmp_path: Path, monkeypatch: pyte
     assert torch.equal(other.out.weight, model.into.weight)
 
 
-def test_a_state_of_more_than_tensors_is_left_to_read_model(tmp_path: Path) -> None:
+def test_a_state_beyond_tensors_needs_read_model(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2), "vocabulary": ["a", "b"]}
     text = (ts.export_model(state, tmp_path / "words") / "README.md").read_text(encoding="utf-8")
 
@@ -87,7 +85,7 @@ def test_the_readme_is_the_users_to_edit(tmp_path: Path) -> None:
     assert ts.verify_checkpoint(export).kind == "model"
 
 
-def test_an_export_of_another_state_is_kept_with_files_added_to_it(tmp_path: Path) -> None:
+def test_an_export_of_another_state_is_not_overwritten(tmp_path: Path) -> None:
     path = ts.export_model({"w": torch.tensor(1.0)}, tmp_path / "model")
     for name in ("README.md", "tokenizer.json"):
         (path / name).write_text("mine")

@@ -40,7 +40,7 @@ def index_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "index.json").read_text())
 
 
-def test_the_index_has_the_hash_of_each_chunk_by_name_and_range(tmp_path: Path) -> None:
+def test_the_index_lists_chunk_hashes_by_name_and_range(tmp_path: Path) -> None:
     weight = torch.arange(2.0 * ELEMENTS + 3)
     path = write_model({"w": weight, "b": torch.ones(2, dtype=torch.float64), "none": torch.ones(0, 2)}, tmp_path, "a")
     index = index_of(path)
@@ -60,7 +60,7 @@ def test_the_index_has_the_hash_of_each_chunk_by_name_and_range(tmp_path: Path) 
     assert tensors["none"]["chunks"] == {"0:0": digest(b"")}
 
 
-def test_the_hashes_of_tensor_files_and_the_root_are_as_documented(tmp_path: Path) -> None:
+def test_hashes_of_tensor_files_and_root_are_as_documented(tmp_path: Path) -> None:
     path = write_checkpoint(make_checkpoint(1), tmp_path, "a")
     body, index = json.loads((path / "MANIFEST.json").read_text()), index_of(path)
     leaves = []
@@ -77,7 +77,7 @@ def test_the_hashes_of_tensor_files_and_the_root_are_as_documented(tmp_path: Pat
         assert body["files"][file]["hash"] == digest((path / file).read_bytes())
 
 
-def test_the_root_depends_on_values_names_and_shapes_and_not_on_the_order(tmp_path: Path) -> None:
+def test_the_root_depends_on_content_and_not_on_order(tmp_path: Path) -> None:
     def root(**tensors: torch.Tensor) -> str | None:
         path = write_model(tensors, tmp_path, "a")
         return manifest.read(path / "MANIFEST.json").root
@@ -140,13 +140,13 @@ def test_the_number_of_ranks_comes_back(tmp_path: Path, ranks: list[dict[str, An
         (True, ["rank-00000.json"]),
     ],
 )
-def test_files_of_other_ranks_than_those_of_the_tree_are_damage(count: Any, files: list[str]) -> None:
+def test_rank_files_must_agree_with_the_state_tree(count: Any, files: list[str]) -> None:
     content: Any = SimpleNamespace(files=dict.fromkeys(files))
     with pytest.raises(CheckpointDamagedError, match="the manifest lists the states of"):
         rank_count(Path("a"), content, {"rank_states": count})
 
 
-def test_tensors_of_a_module_and_a_rank_with_one_name_are_distinguished(tmp_path: Path) -> None:
+def test_equal_names_in_module_and_rank_states_are_distinguished(tmp_path: Path) -> None:
     saved = Checkpoint(
         module_interface_state={"rank_states.0.x": torch.zeros(2), "rng_state": torch.ones(1)},
         rng_state={"y": torch.zeros(1)},
@@ -166,7 +166,7 @@ def test_the_weights_of_a_checkpoint_load_without_its_other_files(tmp_path: Path
         read_checkpoint(path)
 
 
-def test_manifest_fields_of_run_and_lease(tmp_path: Path) -> None:
+def test_the_manifest_has_run_id_and_lease(tmp_path: Path) -> None:
     payload = pack(replace(make_checkpoint(1), run_id="r1"))
     lease = Lease.acquire([tmp_path])
     try:
@@ -199,7 +199,7 @@ def test_room_for_tensors_and_one_mebibyte_is_asked_for(tmp_path: Path, monkeypa
     write_checkpoint(tensors, tmp_path, "a")
 
 
-def test_a_manifest_that_is_too_large_to_be_read_is_not_written(tmp_path: Path) -> None:
+def test_a_manifest_too_large_to_read_is_not_written(tmp_path: Path) -> None:
     for metadata in ({"x": "a" * (17 << 20)}, {"x": [0] * 600_000}):
         with pytest.raises(CheckpointError, match="Put large values into a state"):
             write_checkpoint(Checkpoint(metadata=metadata), tmp_path, "a")
@@ -227,7 +227,7 @@ def test_a_checkpoint_is_read_back_from_the_disk(tmp_path: Path, monkeypatch: py
     assert "No such file" in (read_back(path) or "")
 
 
-def test_a_folder_with_pickles_is_refused_with_the_call_that_reads_them(tmp_path: Path) -> None:
+def test_a_folder_of_pickles_is_refused_with_a_correction(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
 
     class Bad:
@@ -269,7 +269,7 @@ def test_values_that_could_not_be_read_back_are_not_written(tmp_path: Path, chan
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "loop", "file/inner", "nul\0"])
-def test_a_path_that_cannot_be_entered_is_an_error_of_the_library(tmp_path: Path, name: str) -> None:
+def test_an_unusable_path_raises_an_error_of_the_library(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     for use in (verify_checkpoint, read_checkpoint, read_model):

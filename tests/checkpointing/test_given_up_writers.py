@@ -1,4 +1,4 @@
-"""A process that was given up does not replace a checkpoint that its successor has written (H-5)."""
+"""A process that lost its run does not replace a checkpoint that its successor has written (H-5)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_successor_keeps_its_checkpoints(steps: list[int], tmp_path: Path, m
 @pytest.mark.parametrize(
     ("name", "step", "here"), [("run-20", 20, False), ("other-60", 60, False), ("run-60", 60, True)]
 )
-def test_an_earlier_step_another_run_and_the_same_process_do_not_disturb(
+def test_unrelated_writes_do_not_stop_a_save(
     name: str, step: int, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other() -> None:

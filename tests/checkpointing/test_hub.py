@@ -47,7 +47,7 @@ def test_a_trainer_pushes_its_exports(hub: Hub, tmp_path: Path) -> None:
     assert all(torch.equal(state[name], value) for name, value in trainer.module.get_state().items())
 
 
-def test_an_export_is_pushed_into_a_repository_that_exists_and_to_a_branch(hub: Hub, tmp_path: Path) -> None:
+def test_an_export_is_pushed_to_a_branch_of_a_repository(hub: Hub, tmp_path: Path) -> None:
     path = ts.export_model(torch.nn.Linear(2, 1), tmp_path / "line")
     for revision in (None, "try"):
         ts.push_to_hub(path, "me/line", revision=revision, endpoint=hub.url, token="hf_secret")
@@ -71,7 +71,7 @@ def test_only_exports_are_pushed(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("HZ-34")
-def test_a_checkpoint_is_pushed_where_that_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+def test_a_checkpoint_is_pushed_only_on_request(hub: Hub, tmp_path: Path) -> None:
     saved = train(Classifier(), tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())
     path = saved.checkpointer.save_dir / "checkpoint-000000006"  # type: ignore[attr-defined]
     with pytest.raises(ts.ConfigurationError, match="write allow_checkpoint=True"):
@@ -101,9 +101,7 @@ def test_checkpoint_and_logs_go_into_the_same_commit(hub: Hub, tmp_path: Path) -
         train(Classifier(), tmp_path / "unsaved").push_to_hub("me/line", include=("checkpoint",), endpoint=hub.url)
 
 
-def test_without_the_package_the_extra_is_named_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "huggingface_hub" else find(name, *a)

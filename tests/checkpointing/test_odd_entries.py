@@ -182,7 +182,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.skipif(os.name == "nt", reason="needs special files")
 @pytest.mark.parametrize("kind", ODD)
-def test_an_odd_entry_is_named_and_passed_over(
+def test_an_odd_entry_is_named_and_skipped(
     root: Path, kind: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ODD[kind](root / "checkpoint-000000009")
@@ -191,7 +191,7 @@ def test_an_odd_entry_is_named_and_passed_over(
 
 @pytest.mark.skipif(os.name == "nt", reason="needs such names")
 @pytest.mark.parametrize("name", odd_names().values(), ids=odd_names())
-def test_odd_names_do_no_harm(
+def test_odd_names_are_harmless(
     root: Path, name: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest_of("[]")(root / name)
@@ -209,7 +209,7 @@ def test_an_odd_entry_is_named_once(root: Path, caplog: pytest.LogCaptureFixture
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "setuid") or os.getuid() != 0, reason="needs root, to become another user")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_folder_that_may_not_be_entered_is_passed_over(root: Path) -> None:
+def test_a_folder_without_permission_is_skipped(root: Path) -> None:
     (root / "lost+found").mkdir(mode=0o700)
     (root / "checkpoint-000000009").mkdir(mode=0o700)
     for folder in (root, *root.parents):
@@ -247,7 +247,7 @@ def test_ordinary_files_and_folders_are_not_named(root: Path, caplog: pytest.Log
     assert "skipping" not in caplog.text
 
 
-def test_a_manifest_is_not_read_again_while_it_is_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_manifest_is_not_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     time.sleep(directory._COARSE_S + 0.05)
     first = directory.scan(root)
     monkeypatch.setattr(directory, "read_small", lambda path: pytest.fail(f"read {path}"))
@@ -281,7 +281,7 @@ def test_a_file_system_that_cannot_sync_folders_is_logged_once(
     assert caplog.text.count("cannot force the names of files to the disk") == 1
 
 
-def test_a_file_system_without_a_figure_of_free_space_is_logged_once(
+def test_a_missing_free_space_figure_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(_: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pickle that would run a command is offered wherever a checkpoint or weights are taken: it never runs."""
+"""A pickle with a command never runs in any function that takes a checkpoint or weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_the_bomb_is_live(bomb: Bomb, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("write", FORMS)
-def test_a_file(write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_path: Path) -> None:
+def test_a_pickle_in_a_file_never_runs(
+    write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_path: Path
+) -> None:
     (tmp_path / "in").mkdir()
     file = tmp_path / "in" / name
     write(bomb, file)
@@ -95,7 +97,7 @@ def test_a_file(write: Callable[[Bomb, Path], None], name: str, bomb: Bomb, tmp_
 
 @pytest.mark.parametrize("file", ["MANIFEST.json", "state.json", "model.safetensors", "state.safetensors"])
 @pytest.mark.parametrize("write", FORMS)
-def test_in_place_of_a_file_of_a_checkpoint(
+def test_a_pickle_in_place_of_a_checkpoint_file_never_runs(
     write: Callable[[Bomb, Path], None], file: str, bomb: Bomb, tmp_path: Path
 ) -> None:
     checkpoint = ts.write_checkpoint(make_checkpoint(1), tmp_path / "in", "checkpoint-000000001")
@@ -110,7 +112,7 @@ def test_in_place_of_a_file_of_a_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", ".metadata", "rng_state.pth", "README.md"])
-def test_a_pickle_among_the_files_of_a_checkpoint(name: str, bomb: Bomb, tmp_path: Path) -> None:
+def test_a_pickle_among_the_files_of_a_checkpoint_never_runs(name: str, bomb: Bomb, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Classifier(), tmp_path / "in", checkpointer_args=saving)
     checkpoint = tmp_path / "in" / "checkpoints" / "checkpoint-000000006"

@@ -44,7 +44,7 @@ def write_shards(folder: Path, model: nn.Module) -> Path:
     return index
 
 
-def test_a_folder_a_file_and_shards_fill_the_only_part_that_takes_them(tmp_path: Path) -> None:
+def test_folders_files_and_shards_fill_the_only_matching_part(tmp_path: Path) -> None:
     source = Net()
     (tmp_path / "whole").mkdir()
     save_file(source.state_dict(), tmp_path / "whole" / "model.safetensors")
@@ -59,7 +59,7 @@ def test_a_folder_a_file_and_shards_fill_the_only_part_that_takes_them(tmp_path:
         assert torch.equal(model.model["net"].head.weight, source.head.weight)
 
 
-def test_a_tied_tensor_counts_as_loaded_under_all_of_its_names(tmp_path: Path) -> None:
+def test_a_tied_tensor_is_loaded_under_all_its_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,9 +73,7 @@ def test_a_tied_tensor_counts_as_loaded_under_all_of_its_names(tmp_path: Path) -
     assert model.out.weight[0, 0] == 2
 
 
-def test_the_cache_of_the_hub_is_read_and_nothing_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_cache_is_read_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -158,7 +156,7 @@ class TestExport:
         load_by_the_readme(tmp_path / "gpt", model, monkeypatch)
         assert ts.read_model(tmp_path / "gpt").keys() == model.state_dict().keys()
 
-    def test_of_a_peft_model_the_adapter(self, tmp_path: Path) -> None:
+    def test_only_the_adapter_of_a_peft_model_is_exported(self, tmp_path: Path) -> None:
         peft = pytest.importorskip("peft")
         torch.manual_seed(0)
         base = Net()
@@ -185,7 +183,7 @@ class TestExport:
         assert "All names begin with `model.`" in text
         assert torch.equal(network.head.weight, module.model.head.weight)
 
-    def test_a_part_that_is_not_there_is_answered_with_those_that_are(self, tmp_path: Path) -> None:
+    def test_an_unknown_part_is_answered_with_the_existing_ones(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"part='modle'.*Its parts are 'body', 'head'"):
             ts.export_model(Net(), tmp_path / "export", part="modle")
 

@@ -66,7 +66,7 @@ def test_of_many_that_create_an_object_one_succeeds() -> None:
     assert store.put_new("one", store.read("one"))  # the same request again, whose answer was lost
 
 
-def test_any_error_of_a_package_for_an_object_that_exists_means_that_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_for_an_existing_object_means_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     store, create = ObjectStore(RUN), type(fsspec.filesystem("memory")).pipe_file
 
     def refuse(self: Any, path: str, value: bytes, mode: str = "overwrite") -> None:
@@ -91,7 +91,7 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "address", ["hf://repo/model", "http://host/run", "s3://", "s3://bucket/../run", "s3://b//run"]
 )
-def test_addresses_that_cannot_be_used(address: str) -> None:
+def test_unusable_addresses_are_refused(address: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Write a local path|write the bucket and the folder"):
         remote_address("output_dir", address)
 
@@ -106,16 +106,23 @@ def test_a_store_that_ignores_the_condition_is_refused(monkeypatch: pytest.Monke
         Lease.acquire([RemoteLeases(ObjectStore(RUN))])
 
 
-def test_one_process_owns_an_address_and_a_silent_one_is_replaced() -> None:
+def test_one_process_owns_an_address_until_it_is_silent() -> None:
     leases = RemoteLeases(ObjectStore(RUN))
-    first = Lease.acquire([leases], timeout_s=0.6)
+    first = Lease.acquire([leases], timeout_s=0.3)
     with pytest.raises(ts.LeaseError, match=rf"{RUN} is in use by another run: process"):
-        Lease.acquire([leases], timeout_s=0.6)
+        Lease.acquire([leases], timeout_s=0.3)
     first.release()
-    second = Lease.acquire([leases], timeout_s=0.6)
+    second = Lease.acquire([leases], timeout_s=0.3)
     assert second.counter == 2
     assert ObjectStore(RUN).list().keys() == {".lease/000000002.json"}
-    second.release()
+
+    second._ended.set()  # it no longer renews, as if its process were stopped
+    second._thread.join()
+    third = Lease.acquire([leases], timeout_s=0.3)
+    assert third.counter == 3
+    with pytest.raises(ts.LeaseError):
+        second.verify()
+    third.release()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------
@@ -147,9 +154,7 @@ def test_an_upload_that_ends_anywhere_leaves_no_half_checkpoint(
     assert places(RUN) == ["checkpoint-000000001", "checkpoint-000000002"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_one_that_is_named_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_unless_it_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     older, newer = put_checkpoint(tmp_path, 1), put_checkpoint(tmp_path, 2)
     keys = [key for info, key in sorted((listing(RUN).entries[key].info.created, key) for key in (older, newer))]
     store, newest = ObjectStore(RUN), fetch(RUN, tmp_path / "whole").name
@@ -162,7 +167,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_one_that_is_named_is_refused(
     assert "skipping a damaged checkpoint" in caplog.text
 
 
-def test_names_with_and_without_the_hash_and_pointers_lead_to_a_checkpoint(tmp_path: Path) -> None:
+def test_full_names_short_names_and_pointers_find_a_checkpoint(tmp_path: Path) -> None:
     key = put_checkpoint(tmp_path, 7)
     pointer = {"format": "trainstack-pointer", "file_prefix": "checkpoint", "checkpoint": "another"}
     ObjectStore(RUN).put("checkpoints/last", json.dumps(pointer).encode())

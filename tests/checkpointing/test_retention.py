@@ -93,7 +93,7 @@ def test_the_newest_and_the_best_remain(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_error_for_the_folder_of_a_run_names_the_newest_and_the_best_checkpoint(tmp_path: Path) -> None:
+def test_an_error_for_a_run_folder_names_newest_and_best(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     save_all(checkpointer(folder, keep_last=2, keep_best=1), [1.0, 2.0])
     for place in (tmp_path, folder):
@@ -199,7 +199,7 @@ def test_a_run_that_came_from_elsewhere_keeps_existing_checkpoints(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["by the arguments", "by hand"])
-def test_a_run_keeps_its_own_checkpoints_where_the_earlier_runs_were_deleted(tmp_path: Path, how: str) -> None:
+def test_retention_works_after_earlier_runs_were_deleted(tmp_path: Path, how: str) -> None:
     save_all(checkpointer(tmp_path), [1.0, 2.0])
     fresh = checkpointer(tmp_path, keep_last=1, delete_existing_checkpoints=how == "by the arguments")
     fresh.begin_run(resumed=False)
@@ -213,9 +213,7 @@ def test_a_run_keeps_its_own_checkpoints_where_the_earlier_runs_were_deleted(tmp
     assert mark_of(checkpointer(tmp_path).load(True)) == 8
 
 
-def test_a_fresh_run_among_checkpoints_of_an_earlier_one_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fresh_run_reports_checkpoints_of_an_earlier_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = checkpointer(tmp_path)
     first.begin_run(resumed=False)
     save_all(first, [1.0, 2.0])
@@ -238,7 +236,7 @@ def test_a_fresh_run_among_checkpoints_of_an_earlier_one_says_so(
     assert found == [(1, 1.0), (2, 2.0), (1, 8.0)]  # its own is
 
 
-def test_a_pinned_checkpoint_remains_and_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_pinned_checkpoint_remains_in_addition_to_the_others(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path, keep_last=1, keep_best=1)
     saver.save(measured(1, 0.5, pinned=True), 1)
     save_all(saver, [3.0, 2.0, 4.0], first=2)
@@ -266,7 +264,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     os.truncate(tmp_path / "checkpoint-000000003" / "model.safetensors", 10)
     os.truncate(tmp_path / "checkpoint-000000002" / "state.json", 1)
     save_all(saver, [6.0, 5.0, 7.0], first=4)
-    assert steps(tmp_path) == {2, 3, 5, 6}  # the damaged are left to be looked at
+    assert steps(tmp_path) == {2, 3, 5, 6}  # damaged ones remain for an inspection
     assert (pointed(tmp_path / "last"), pointed(tmp_path / "best")) == (6, 5)
 
 
@@ -336,7 +334,7 @@ def test_a_failure_after_a_save_is_a_warning(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("step", [4, pytest.param(3, marks=pytest.mark.long)], ids=["new step", "same step"])
-def test_the_process_ends_before_any_call_of_a_save_with_retention(
+def test_a_process_that_dies_in_retention_keeps_both_pointers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     for point in range(1, 90):
@@ -400,7 +398,7 @@ def test_a_torn_pointer_is_ignored_and_mended(tmp_path: Path, content: bytes) ->
     assert (pointed(tmp_path / "last"), pointed(tmp_path / "best")) == (4, 4)
 
 
-def test_a_stale_pointer_gives_its_rule_and_not_its_checkpoint(tmp_path: Path) -> None:
+def test_a_stale_pointer_finds_the_next_checkpoint_of_its_kind(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path, file_prefix="a", mode="max")
     save_all(saver, [2.0, 1.0, 3.0])
     shutil.rmtree(tmp_path / "a-000000003")
@@ -409,14 +407,14 @@ def test_a_stale_pointer_gives_its_rule_and_not_its_checkpoint(tmp_path: Path) -
     assert mark_of(stranger.load(tmp_path / "a-last")) == 2
 
 
-def test_a_damaged_best_gives_way_to_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_best_is_replaced_by_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_all(checkpointer(tmp_path), [2.0, 1.0, 3.0])
     flip_bit(tmp_path / "checkpoint-000000002" / "model.safetensors", -1)
     assert mark_of(checkpointer(tmp_path).load("best")) == 1
     assert "checkpoint-000000002" in caplog.text
 
 
-def test_a_file_of_ones_own_is_not_taken_for_a_pointer(tmp_path: Path) -> None:
+def test_a_file_of_the_user_is_not_a_pointer(tmp_path: Path) -> None:
     (tmp_path / "best").write_text("my notes")
     (tmp_path / "last").mkdir()
     save_all(checkpointer(tmp_path), [2.0, 1.0])
@@ -439,7 +437,7 @@ def test_a_fresh_run_removes_the_pointers_of_an_earlier_run(tmp_path: Path) -> N
     assert steps(tmp_path) == {1, 2}
 
 
-def test_resuming_from_the_best_without_a_measurement_names_the_recorded_metrics(tmp_path: Path) -> None:
+def test_resume_best_without_a_measurement_names_recorded_metrics(tmp_path: Path) -> None:
     save_all(checkpointer(tmp_path), [None, NAN])
     with pytest.raises(CheckpointNotFoundError, match=r"finite value of 'val/loss'.*Metrics in them: train/loss, val"):
         checkpointer(tmp_path).load("best")
@@ -458,21 +456,21 @@ def test_resuming_from_the_best_without_a_measurement_names_the_recorded_metrics
         ("max", "mIoU r2 ndcg@10 dice"),
     ],
 )
-def test_a_metrics_name_tells_its_direction(mode: str, names: str) -> None:
+def test_the_name_of_a_metric_determines_its_direction(mode: str, names: str) -> None:
     for name in names.split():
         assert DefaultCheckpointerArguments(monitor=name).monitored.mode == mode, name
 
 
 @pytest.mark.parametrize("name", ["score", "answers", "neg_mean_squared_error", "accuracy_error", "reward", "amapola"])
-def test_a_name_that_does_not_tell_needs_a_mode(name: str) -> None:
+def test_an_ambiguous_metric_name_needs_a_mode(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"mode='min' or mode='max'"):
         DefaultCheckpointerArguments(monitor=name)
     assert DefaultCheckpointerArguments(monitor=name, mode="max").monitored.mode == "max"
 
 
-def test_a_metric_that_is_not_measured_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_measured_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = checkpointer(tmp_path, monitor="val/acuracy", mode="max", log_level="WARNING")
-    saver.save(measured(1, 1.0), 0, force=True)  # within an epoch nothing has been validated
+    saver.save(measured(1, 1.0), 0, force=True)  # no validation within an epoch
     assert caplog.text == ""
     save_all(saver, [1.0, 2.0], first=2)
     assert caplog.text.count("'val/acuracy' was not measured at global step 2") == 1
@@ -486,7 +484,7 @@ def test_nothing_is_logged_where_the_best_is_not_requested(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"metrics": [1]}, {"metrics": {"a": "b"}}, {1: 2}], ids=str)
-def test_metadata_of_ones_own_do_no_harm(tmp_path: Path, metadata: Any) -> None:
+def test_custom_metadata_is_harmless(tmp_path: Path, metadata: Any) -> None:
     saver = checkpointer(tmp_path)
     checkpoint = make_checkpoint(1, step=1)
     checkpoint.metadata = metadata

@@ -61,7 +61,7 @@ def test_every_checkpoint_carries_the_id_of_its_run(tmp_path: Path) -> None:
     assert len(begun(tmp_path)) == 2
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_its_id(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_id(tmp_path: Path) -> None:
     first = run_once(tmp_path)
     again = checkpointer(tmp_path)
     assert again.load("auto").is_empty
@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_keeps_its_id(tmp_path
     assert fresh.run_id != first.run_id
 
 
-def test_an_earlier_run_that_is_named_is_the_run_of_the_directory_again(tmp_path: Path) -> None:
+def test_resuming_an_earlier_run_makes_it_the_current_one(tmp_path: Path) -> None:
     first = run_once(tmp_path, 1)
     run_once(tmp_path, 2)
     named = checkpointer(tmp_path)
@@ -82,7 +82,7 @@ def test_an_earlier_run_that_is_named_is_the_run_of_the_directory_again(tmp_path
     assert mark_of(checkpointer(tmp_path).load("auto")) == 1
 
 
-def test_every_damage_of_a_beginning_makes_auto_refuse_and_list_the_runs(tmp_path: Path) -> None:
+def test_auto_refuses_any_damaged_beginning_and_lists_the_runs(tmp_path: Path) -> None:
     first = run_once(tmp_path, 1, 2)
     run_once(tmp_path)
     entry = begun(tmp_path)[-1]
@@ -102,14 +102,14 @@ def test_every_damage_of_a_beginning_makes_auto_refuse_and_list_the_runs(tmp_pat
         assert str(entry) in str(raised.value)
         assert f"run {first.run_id}: its newest checkpoint is {tmp_path / 'checkpoint-000000002'}" in str(raised.value)
         saver._retention.apply(scan(tmp_path))
-        assert len(list_checkpoints(tmp_path)) == 2  # while it is not known whose they are, nothing is deleted
+        assert len(list_checkpoints(tmp_path)) == 2  # checkpoints of an unknown run are not deleted
         shutil.rmtree(entry)
         shutil.copytree(kept, entry)
     assert mark_of(checkpointer(tmp_path).load(tmp_path / "checkpoint-000000001")) == 1
     shutil.rmtree(kept)
 
 
-def test_a_damaged_beginning_before_the_newest_checkpoint_does_no_harm(tmp_path: Path) -> None:
+def test_a_damaged_beginning_before_the_newest_checkpoint_is_harmless(tmp_path: Path) -> None:
     run_once(tmp_path, 1)
     run_once(tmp_path, 2, 3)
     for entry in begun(tmp_path):
@@ -126,7 +126,7 @@ def test_a_beginning_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_checkpoint_that_another_run_wrote_since_the_choice_is_an_error(tmp_path: Path) -> None:
+def test_a_later_checkpoint_of_another_run_is_an_error(tmp_path: Path) -> None:
     run_once(tmp_path, 1)
     slow = checkpointer(tmp_path)
     assert mark_of(slow.load("auto")) == 1
@@ -161,7 +161,7 @@ def test_exports_are_numbered_by_step_and_never_replace_each_other(tmp_path: Pat
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json", "MANIFEST.json"])
-def test_a_bit_that_flips_on_the_way_to_the_disk_costs_no_intact_checkpoint(
+def test_a_bit_flip_while_writing_costs_no_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, file: str, background: bool
 ) -> None:
     saver = checkpointer(tmp_path, keep_last=1, keep_best=0, async_save=background)
@@ -185,7 +185,7 @@ def test_a_bit_that_flips_on_the_way_to_the_disk_costs_no_intact_checkpoint(
     assert "checkpoint-000000002" in caplog.text.replace("saved", "")
 
 
-def test_a_best_one_that_is_damaged_is_not_counted_as_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_best_checkpoint_is_not_counted_as_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def save(saver: DefaultCheckpointer, step: int, value: float) -> None:
         checkpoint = make_checkpoint(step, step=step)
         checkpoint.metadata = {"metrics": {"val/loss": value}}
@@ -274,9 +274,7 @@ def test_the_list_of_checkpoints_after_a_save_equals_a_scan(tmp_path: Path) -> N
         assert (added.intact, added.begun, list(added.broken)) == (found.intact, found.begun, list(found.broken))
 
 
-def test_a_save_into_a_folder_that_cannot_be_listed_is_an_error_of_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_into_an_unlistable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = run_once(tmp_path, 1)
 
     def refuse(path: Any) -> Any:
@@ -300,7 +298,7 @@ def test_a_save_does_not_slow_down_with_the_number_kept(tmp_path: Path, monkeypa
     assert len(set(parsed)) <= 1
 
 
-def test_names_in_errors_where_nothing_is(tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error_and_not_created(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         checkpointer(tmp_path / "none").load("last")
     assert not os.path.exists(tmp_path / "none")

@@ -61,7 +61,7 @@ def test_results_are_kept_in_the_folder_of_the_checkpoints(tmp_path: Path, capsy
 
 
 def test_a_result_holds_for_the_checkpoint_that_was_read(tmp_path: Path) -> None:
-    """One that is written later under the same name counts from its own time; deleted ones leave the file."""
+    """A later one of the same name counts from its time; results of deleted ones are removed."""
     first, second = write(tmp_path, 1, 2)
     for path in (first, second):
         scrub_one(path, Pace(), nothing)
@@ -90,9 +90,7 @@ def test_a_damaged_file_of_results_is_an_empty_one(tmp_path: Path, content: str)
     assert set(read_results(tmp_path)) == {"checkpoint-000000001"}
 
 
-def test_a_checkpoint_that_retention_deletes_during_a_scrub_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_deleted_during_a_scrub_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = write(tmp_path, 1)
 
     def delete(where: Path, pace: Pace) -> str:
@@ -104,7 +102,7 @@ def test_a_checkpoint_that_retention_deletes_during_a_scrub_is_not_damaged(
     assert read_results(tmp_path) == {}
 
 
-def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_still_scrubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = write(tmp_path, 1)
     said: list[str] = []
 
@@ -134,7 +132,7 @@ def test_the_rate_is_kept_over_all_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert waits == pytest.approx([0.0, 0.5, 1.0, 3.0])
 
 
-def test_all_bytes_of_tensors_are_counted_and_the_reading_can_be_ended(tmp_path: Path) -> None:
+def test_all_tensor_bytes_count_and_reading_can_be_stopped(tmp_path: Path) -> None:
     (path,) = write(tmp_path, 1)
     counted: list[int] = []
     scrub_one(path, counted.append, nothing)  # type: ignore[arg-type]
@@ -146,7 +144,7 @@ def test_all_bytes_of_tensors_are_counted_and_the_reading_can_be_ended(tmp_path:
         scrub_one(path, Pace(None, ended), nothing)
 
 
-class TestBesideATraining:
+class TestDuringTraining:
     def saver(self, folder: Path, **changes: Any) -> DefaultCheckpointer:
         changes = {"keep_last": None, "scrub_every_s": 1e-6, **changes}
         return DefaultCheckpointer(DefaultCheckpointerArguments(save_dir=str(folder), **changes))
@@ -201,7 +199,7 @@ class TestBesideATraining:
         assert read_results(tmp_path) == {}
 
     def test_a_damaged_one_does_not_count_as_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It was intact when retention read it; the scrubber finds the damage of later."""
+        """It was intact when retention read it; the scrubber finds later damage."""
         monkeypatch.setattr(scrubbing, "read_at", _by_results)
         checkpointer = self.saver(tmp_path, keep_last=2, keep_best=0, scrub_every_s=1e-6)
         scrub, checkpointer._scrub = checkpointer._scrub, None
@@ -229,7 +227,7 @@ def _by_results(info: Any, results: dict[str, ScrubResult]) -> datetime:
 
 
 class TestEvery:
-    def test_the_loop_ends_on_a_signal_and_names_damage_of_any_pass(
+    def test_the_loop_ends_on_a_signal_and_reports_all_damage(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Damaged, then mended: the exit code is that of the worst pass."""

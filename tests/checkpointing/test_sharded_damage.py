@@ -99,7 +99,7 @@ def test_damage_is_named_and_the_newest_intact_one_is_used(
 def expect_noticed(damaged: Path, file: str, way: Callable[[Path], None], caplog: pytest.LogCaptureFixture) -> None:
     """Every way to read `damaged` names the file, and a resume uses the checkpoint before it."""
     caplog.clear()
-    foreign = way is swap and file == "MANIFEST.json"  # it is intact, and speaks of the tensors of another checkpoint
+    foreign = way is swap and file == "MANIFEST.json"  # it is intact, but lists tensors of another checkpoint
     for use in (verify_checkpoint, read_checkpoint):
         with pytest.raises(CheckpointDamagedError, match="damaged" if foreign else file):
             use(damaged)
@@ -170,7 +170,7 @@ def hostile(index: dict[str, Any], change: str) -> None:
             index["joined"] = [1]
         case "joined too much":
             index["joined"]["encoder.weight"]["6:8"] = "0" * 32
-        case "joined is no hash":
+        case "joined is not a hash":
             index["joined"]["encoder.weight"]["0:6"] = "zzz"
         case "joined is another hash":
             index["joined"]["encoder.weight"]["0:6"] = "0" * 32
@@ -193,7 +193,7 @@ def hostile(index: dict[str, Any], change: str) -> None:
         "joined is absent",
         "joined is a list",
         "joined too much",
-        "joined is no hash",
+        "joined is not a hash",
         "joined is another hash",
     ],
 )
@@ -222,6 +222,6 @@ def test_a_directory_that_was_never_committed_is_not_seen(original: Path, tmp_pa
     """The files of all ranks are there, and the manifest is not."""
     shutil.copytree(original / "checkpoint-000000001", tmp_path / "checkpoint-000000001")
     shutil.copytree(original / "checkpoint-000000002", tmp_path / ".tmp-checkpoint-000000002-host-1-" / "inside")
-    left = tmp_path / f".tmp-checkpoint-000000002-{'host'}-1-{'0' * 32}"
+    left = tmp_path / f".tmp-checkpoint-000000002-host-1-{'0' * 32}"
     shutil.copytree(original / "checkpoint-000000002", left)
     assert [info.name for info in list_checkpoints(tmp_path)] == ["checkpoint-000000001"]

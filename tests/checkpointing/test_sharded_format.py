@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors lie in the files of several ranks: the same content and the same root for any division."""
+"""Checkpoints with tensors in files of several ranks: the same content and the same root for any division."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkpoint_of(**tensors: torch.Tensor) -> Checkpoint:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_a_checkpoint_of_ranks_is_read_as_one_of_a_single_process(tmp_path: Path, size: int) -> None:
+def test_a_sharded_checkpoint_reads_as_one_of_one_process(tmp_path: Path, size: int) -> None:
     checkpoint = checkpoint_of(**KINDS)
     checkpoint.rank_states = [{"noise": torch.ones(3)}, {"noise": torch.zeros(3)}]
 
@@ -141,7 +141,7 @@ def test_shares_of_a_chunk_join_in_any_pieces() -> None:
 
 
 def test_rows_are_read_without_the_others(tmp_path: Path) -> None:
-    """A damaged file matters only to those who read its rows."""
+    """A damaged file affects only reads of its rows."""
     tensor = torch.arange(30_000.0).reshape(30, 1000)
     path = write_sharded(checkpoint_of(w=tensor), tmp_path, "checkpoint-1", 3)
     damaged = path / "model.rank-00002-of-00003.safetensors"

@@ -1,4 +1,4 @@
-"""Which rows of which tensors each rank writes: each row once, and large copies by all ranks in turn."""
+"""The rows that each rank writes: each row once, and large copies by all ranks in turn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_tensor_that_is_divided_otherwise_has_to_be_whole(placements: list[Any
     assert not divides_rows(tensor)
 
 
-def test_copies_are_written_by_all_ranks_in_turn_and_small_ones_by_rank_0() -> None:
+def test_ranks_share_large_copies_and_rank_0_writes_small_ones() -> None:
     large = {f"large.{n}": torch.empty(SMALL_BYTES // 4 * (n + 2)) for n in range(7)}
     small = {f"small.{n}": torch.empty(10) for n in range(3)}
 

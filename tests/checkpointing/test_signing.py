@@ -107,7 +107,7 @@ def test_one_changed_bit_in_any_file_is_named(signed: Path, key: Path) -> None:
 
 
 def test_each_byte_of_the_signature_counts(tmp_path: Path, key: Path) -> None:
-    """But for spaces between its tokens, which mean nothing."""
+    """Except for spaces between its tokens, which have no meaning."""
     path = whole(tmp_path)
     sign_checkpoint(path, key)
     file = path / "SIGNATURE.json"
@@ -140,7 +140,7 @@ def _add_code(path: Path) -> str:
 
 
 def _add_a_huge_file(path: Path) -> str:
-    """Which is not read: that would take hours."""
+    """The file is not read: that would take hours."""
     with open(path / "huge", "wb") as file:
         file.truncate(1 << 40)
     return "huge was added"
@@ -187,7 +187,7 @@ def _replace_manifest(path: Path) -> str:
 
 
 def _change_a_weight_and_the_manifest(path: Path) -> str:
-    """All hashes of the library fit, as those of a write by an attacker do."""
+    """All hashes of the library are correct, as after a write by an attacker."""
     checkpoint = dataclasses.replace(make_checkpoint(1, step=4), metadata={"note": "other"})
     signature = (path / "SIGNATURE.json").read_bytes()
     shutil.rmtree(path)
@@ -272,7 +272,7 @@ def test_the_key_of_another_person_is_refused(signed: Path, key: Path, tmp_path:
         verify_signature(signed, public(key))
 
 
-def test_a_signature_over_the_same_text_for_another_purpose_does_not_count(tmp_path: Path, key: Path) -> None:
+def test_a_signature_for_another_purpose_is_refused(tmp_path: Path, key: Path) -> None:
     path = whole(tmp_path)
     made = sign_checkpoint(path, key)
     bare = signing._text_of(made).removeprefix(signing._PREFIX)
@@ -309,7 +309,7 @@ def test_the_leftover_of_a_killed_signing_is_not_signed(tmp_path: Path, key: Pat
 
 
 class TestKeys:
-    def test_the_private_key_is_for_its_owner_alone_and_never_overwritten(self, tmp_path: Path) -> None:
+    def test_the_private_key_is_unreadable_to_others_and_never_overwritten(self, tmp_path: Path) -> None:
         before = os.umask(0)
         try:
             made = make_key(tmp_path / "key")
@@ -370,9 +370,7 @@ def saver(folder: Path, key: Path, **changes: Any) -> DefaultCheckpointer:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_each_save_of_a_checkpointer_is_signed_and_retention_keeps_the_signatures(
-    tmp_path: Path, key: Path, async_save: bool
-) -> None:
+def test_each_save_is_signed_and_retention_keeps_the_signatures(tmp_path: Path, key: Path, async_save: bool) -> None:
     checkpointer = saver(tmp_path, key, keep_last=2, keep_best=0, async_save=async_save)
     checkpointer.begin_run(resumed=False)
     for step in range(1, 5):
@@ -392,7 +390,7 @@ def test_each_save_of_a_checkpointer_is_signed_and_retention_keeps_the_signature
     }
 
 
-def test_a_save_over_a_signed_checkpoint_does_not_keep_the_old_signature(tmp_path: Path, key: Path) -> None:
+def test_overwriting_a_signed_checkpoint_drops_the_old_signature(tmp_path: Path, key: Path) -> None:
     path = whole(tmp_path)
     sign_checkpoint(path, key)
     whole(tmp_path)

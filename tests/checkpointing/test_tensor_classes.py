@@ -22,7 +22,7 @@ class Way(enum.Enum):
 
 
 class Halves(Tensor):
-    """A tensor that is stored as two halves, which an inner product of a real subclass would be."""
+    """A tensor that consists of two inner tensors."""
 
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor, way: Way) -> Any:
@@ -68,7 +68,7 @@ def test_a_registered_class_is_stored_as_its_inner_tensors() -> None:
     assert back.way is Way.UP
 
 
-def test_a_class_that_is_not_registered_is_refused_with_a_correction() -> None:
+def test_an_unregistered_class_is_refused_with_a_correction() -> None:
     with pytest.raises(UnsupportedStateError, match="register_tensor_class"):
         StateEncoder().encode({"w": halves()})
 

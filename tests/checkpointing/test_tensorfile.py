@@ -89,7 +89,7 @@ def test_mapped_tensors_may_be_changed_and_the_file_is_not(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("read", [read_tensors, map_tensors])
 @pytest.mark.parametrize("readers", [1, 3])
-def test_tensors_larger_than_a_chunk_and_many_small_ones(
+def test_large_tensors_and_many_small_ones_are_read_back(
     tmp_path: Path, read: Reader, readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksums, "READERS", readers)
@@ -101,7 +101,7 @@ def test_tensors_larger_than_a_chunk_and_many_small_ones(
     assert all(raw(found[name]) == raw(tensor) for name, tensor in tensors.items())
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_while_it_is_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = write(tmp_path / "a", {"t": torch.randn(1000)})
     open_recorded = tensorfile.open_recorded
 
@@ -150,7 +150,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_damage(tmp_path: Path, monke
     ],
 )
 @pytest.mark.parametrize("read", [read_tensors, map_tensors])
-def test_a_nonsensical_header_is_damage_even_if_the_hash_agrees(tmp_path: Path, header: bytes, read: Reader) -> None:
+def test_an_invalid_header_is_damage_even_if_the_hash_agrees(tmp_path: Path, header: bytes, read: Reader) -> None:
     data = len(header).to_bytes(8, "little") + header + bytes(4)
     (tmp_path / "a").write_bytes(data)
     with pytest.raises(CheckpointDamagedError, match="header"):
@@ -163,7 +163,7 @@ def test_the_data_begin_aligned(tmp_path: Path, length: int) -> None:
     assert (8 + int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")) % 8 == 0
 
 
-def test_a_file_is_written_from_an_iterator_with_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_writing_from_an_iterator_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     whole = torch.arange(60.0).reshape(6, 10)
     alive: list[int] = []
 
@@ -172,7 +172,7 @@ def test_a_file_is_written_from_an_iterator_with_one_tensor_at_a_time(tmp_path: 
             tensor = whole[number].clone()
             alive.append(number)
             weakref.finalize(tensor, alive.remove, number)
-            assert len(alive) <= 2  # the one before is let go when the next is there
+            assert len(alive) <= 2  # the previous one is released when the next exists
             yield f"row {number}", tensor
             del tensor
 
@@ -185,7 +185,7 @@ def test_a_file_is_written_from_an_iterator_with_one_tensor_at_a_time(tmp_path: 
 
 
 @pytest.mark.parametrize("given", [[], [("b", torch.ones(2))], [("a", torch.ones(3))]])
-def test_tensors_that_are_not_those_of_the_layout_are_an_error(
+def test_tensors_that_differ_from_the_layout_are_an_error(
     tmp_path: Path, given: list[tuple[str, torch.Tensor]]
 ) -> None:
     part = TensorPart([("a", torch.float32, [2])], given)

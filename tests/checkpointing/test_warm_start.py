@@ -48,7 +48,7 @@ class TestWarmStart:
             "there, float32 [5, 4] in the model), head.bias (float32 [3] there, float32 [5] in the model)"
         )
 
-    def test_everything_fits(self) -> None:
+    def test_fitting_weights_are_all_loaded(self) -> None:
         source, model = Net(), Net()
         report = ts.warm_start(model, source.state_dict(), strict=True)
 
@@ -63,7 +63,7 @@ class TestWarmStart:
             ts.warm_start(model, Net(3).state_dict(), strict=True)
         assert torch.equal(model.body.weight, before)
 
-    def test_weights_of_which_none_fits_are_an_error_that_names_fitting_ones(self) -> None:
+    def test_an_error_names_fitting_parts_if_no_weight_fits(self) -> None:
         class Pair(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -94,7 +94,7 @@ class TestWarmStart:
         assert ts.warm_start(model, nested).is_complete
         assert torch.equal(model.head.bias, source.head.bias)
 
-    def test_a_checkpoint_an_export_and_a_safetensors_file(self, tmp_path: Path) -> None:
+    def test_checkpoints_exports_and_safetensors_files_are_loaded(self, tmp_path: Path) -> None:
         source = Net()
         save_file(source.state_dict(), str(tmp_path / "plain.safetensors"))
         checkpoint = ts.Checkpoint(module_interface_state=source.state_dict(), trainer_state={"a": 1})
@@ -108,7 +108,7 @@ class TestWarmStart:
             assert torch.equal(model.head.weight, source.head.weight)
 
     @pytest.mark.parametrize(("pointer", "value"), [("last", 2.0), ("best", 1.0)])
-    def test_the_checkpoint_that_a_pointer_stands_for(self, pointer: str, value: float, tmp_path: Path) -> None:
+    def test_the_checkpoint_of_a_pointer_is_loaded(self, pointer: str, value: float, tmp_path: Path) -> None:
         saver = ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments(save_dir=str(tmp_path)))
         for step, loss in ((1, 0.1), (2, 0.2)):
             state = {"weight": torch.full((1, 1), float(step))}
@@ -124,7 +124,7 @@ class TestWarmStart:
         with pytest.raises(CheckpointNotFoundError, match=f"{pointer} points to .*there is none"):
             ts.warm_start(model, tmp_path / pointer)
 
-    def test_a_file_that_is_called_best_and_holds_tensors(self, tmp_path: Path) -> None:
+    def test_a_tensor_file_named_best_is_loaded(self, tmp_path: Path) -> None:
         source = Net()
         save_file(source.state_dict(), str(tmp_path / "best"))
         assert ts.warm_start(Net(), tmp_path / "best", strict=True).is_complete
@@ -137,7 +137,7 @@ class TestWarmStart:
             ):
                 ts.warm_start(Net(), folder)
 
-    def test_unreadable_files(self, tmp_path: Path) -> None:
+    def test_unreadable_files_are_errors(self, tmp_path: Path) -> None:
         (tmp_path / "text.safetensors").write_text("no tensors at all, only words")
         with pytest.raises(CheckpointDamagedError, match=r"text.safetensors cannot be read as safetensors"):
             ts.warm_start(Net(), tmp_path / "text.safetensors")
@@ -169,7 +169,7 @@ class TestForeignWeights:
         assert report.is_complete
         assert torch.equal(model.body.weight, source.body.weight)
 
-    def test_a_prefix_that_may_be_the_models_own_is_taken_off_only_on_request(self, tmp_path: Path) -> None:
+    def test_an_ambiguous_prefix_is_removed_only_on_request(self, tmp_path: Path) -> None:
         torch.save({f"model.{name}": tensor for name, tensor in Net().state_dict().items()}, tmp_path / "weights.pt")
 
         assert "model.body.weight" in ts.load_torch_weights(tmp_path / "weights.pt")
@@ -177,7 +177,7 @@ class TestForeignWeights:
         with pytest.raises(CheckpointMismatchError, match=r"no name in .* begins with it; there is 'model\.body"):
             ts.load_torch_weights(tmp_path / "weights.pt", strip_prefix="net.")
 
-    def test_files_without_weights(self, tmp_path: Path) -> None:
+    def test_files_without_weights_are_refused(self, tmp_path: Path) -> None:
         for content, message in (
             ({"epoch": 3}, r"a dict with the keys \['epoch'\], in which there is no state dict"),
             ([torch.ones(1)], "contains a list, in which there is no state dict"),
@@ -202,7 +202,7 @@ class Shared(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_two_values_for_one_tensor_of_the_model_are_told() -> None:
+def test_two_values_for_one_tensor_are_reported() -> None:
     model = Shared()
     report = ts.warm_start(model, {"embedding.weight": torch.ones(4, 3), "head.weight": torch.full((4, 3), 2.0)})
     assert report.loaded == ("embedding.weight",)

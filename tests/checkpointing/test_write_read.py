@@ -46,7 +46,7 @@ def test_all_states_come_back(tmp_path: Path, mapped: bool) -> None:
 
 
 @pytest.mark.spec("F109")
-def test_a_tensor_shared_between_states_is_stored_once_and_comes_back_shared(tmp_path: Path) -> None:
+def test_a_tensor_shared_between_states_is_stored_once(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     path = write_checkpoint(
         Checkpoint(module_interface_state={"w": weight}, trainer_state={"w": weight}), tmp_path, "a"
@@ -111,7 +111,7 @@ def test_listing_reads_manifests_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-13")
-def test_an_export_is_read_as_a_model_and_not_as_a_checkpoint(tmp_path: Path) -> None:
+def test_an_export_is_a_model_and_not_a_checkpoint(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     path = write_model(model.state_dict(), tmp_path, "export")
     assert same(read_model(path), model.state_dict())
@@ -155,7 +155,7 @@ def test_a_folder_other_than_a_checkpoint_is_not_replaced(tmp_path: Path) -> Non
     assert (tmp_path / "a" / "thesis.tex").exists()
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_an_error_before_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystem, "free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match="10 bytes are free"):
         write_checkpoint(make_checkpoint(), tmp_path, "a")

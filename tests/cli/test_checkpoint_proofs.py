@@ -42,7 +42,7 @@ def test_lineage_prints_the_chain_and_names_missing_links(runs: Path, capsys: py
     assert "processes 1" in environment
 
 
-def test_lineage_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_a_lineage_has_kinds_and_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = as_json(capsys, "lineage", runs / "b" / "checkpoints" / "checkpoint-model-000000006")
 
     assert (found["kind"], found["global_step"], found["data"]["length"]) == ("model", 6, 41)
@@ -53,7 +53,7 @@ def test_lineage_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(len(one["manifest"]) == 64 for one in found["ancestors"])
 
 
-def test_lineage_of_a_run_with_new_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lineage_of_new_weights_has_no_parent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ts.export_model({}, tmp_path / "export")
 
     assert "no parent" in call(capsys, "lineage", path)[1]
@@ -128,7 +128,7 @@ class TestSignatures:
         (signed / "SIGNATURE.json").write_text("{")
         assert as_json(capsys, "ls", signed.parent)["checkpoints"][1]["signed"] == "damaged"
 
-    def test_wrong_uses_are_told(self, signed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_wrong_uses_are_refused(self, signed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert call(capsys, "keygen", tmp_path / "key")[0] == 2
         assert call(capsys, "sign", signed, "--key", tmp_path / "key.pub")[0] == 2
         assert call(capsys, "sign", "memory://b/run", "--key", tmp_path / "key")[0] == 2
@@ -137,8 +137,8 @@ class TestSignatures:
         assert "is a private key, which signs" in err
 
 
-def test_a_run_signs_all_that_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checkpoints, the export of its end, and those that the user asks for by a path."""
+def test_a_run_signs_every_checkpoint_and_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints, the export at the end, and files at paths of the user."""
     pytest.importorskip("cryptography", reason="signatures need pip install trainstack[sign]")
     ts.checkpointing.make_key(tmp_path / "key")
     saving = ts.DefaultCheckpointerArguments(sign_key=str(tmp_path / "key"))

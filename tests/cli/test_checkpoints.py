@@ -1,4 +1,4 @@
-"""`trainstack checkpoints`: lists, verifies, shows and compares, with exit codes that scripts can rely on."""
+"""`trainstack checkpoints`: list, verify, show and compare, with exit codes for scripts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestLs:
         assert rows[1].split()[1:4] == ["checkpoint", "12", "2"]
         assert all(" sp " in row and "val/loss " in row and row.endswith("sizes agree") for row in rows)
 
-    def test_names_damage(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_damage_is_named(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         flip_bit(trained / "checkpoint-000000006" / "model.safetensors", 200)
         flip_bit(trained / "checkpoint-000000012" / "MANIFEST.json", 5)
 
@@ -75,19 +75,19 @@ class TestLs:
         assert bytes_["checkpoint-model-000000012"] is None
         assert "NO: " in call(capsys, "ls", trained)[1]
 
-    def test_json_has_everything(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_kind_step_epoch_size_and_metrics(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         last = as_json(capsys, "ls", trained)["checkpoints"][1]
 
         assert (last["kind"], last["step"], last["epoch"], last["backend"]) == ("checkpoint", 12, 2, "sp")
         assert last["size"] > 1000
         assert set(last["metrics"]) >= {"val/loss", "train/loss_epoch"}
 
-    def test_an_empty_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_empty_folder_has_no_checkpoints(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert call(capsys, "ls", tmp_path) == (0, f"no checkpoints in {tmp_path}\n", "")
 
 
 class TestVerify:
-    def test_intact(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_intact_checkpoints_are_counted(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = call(capsys, "verify", trained)
 
         assert code == 0
@@ -102,7 +102,7 @@ class TestVerify:
             assert code == 1
             assert f"checkpoint-000000012/{file} is damaged" in out
 
-    def test_a_runs_folder(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_folder_of_a_run_gives_the_same_result(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert call(capsys, "verify", trained.parent) == call(capsys, "verify", trained)
 
     def test_a_folder_other_than_a_checkpoint_is_an_error(
@@ -127,13 +127,13 @@ class TestShow:
         assert any(line.split() == ["net.0.weight", "float32", "[8,", "6]"] for line in out.splitlines())
 
     def test_reads_no_tensor(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """A flipped bit among the weights does not show; only `verify` looks for it."""
+        """A flipped bit in the weights is not reported; only `verify` reads them."""
         file = trained / "checkpoint-000000012" / "model.safetensors"
         flip_bit(file, file.stat().st_size - 1)
 
         assert call(capsys, "show", trained / "checkpoint-000000012")[0] == 0
 
-    def test_json(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_json_has_shapes_dtypes_and_values(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = ts.write_checkpoint(make_checkpoint(3, step=7), tmp_path, "some")
         shown = as_json(capsys, "show", path)
 
@@ -156,12 +156,14 @@ class TestShow:
         assert shown["memory"][8] == {"dtype": "float32", "shape": [4]}
         assert shown["names"] == ["a"]
 
-    def test_an_export(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_export_has_its_model_state(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "model_state: 4 tensors" in call(capsys, "show", trained / "checkpoint-model-000000012")[1]
 
 
 class TestDiff:
-    def test_the_same_run_twice(self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_same_run_twice_has_the_same_bits(
+        self, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         train(Classifier(validate=True), tmp_path / "b", epochs=2, checkpointer_args=ts.DefaultCheckpointerArguments())
         names = "checkpoint-000000012", "checkpoint-model-000000012"
         for name in names:
@@ -186,7 +188,9 @@ class TestDiff:
         assert out.endswith("3 differences in all states, plans and versions\n")
         assert [row["elements"] for row in as_json(capsys, "diff", *paths)["differences"]] == [2, 2, None]
 
-    def test_entries_that_only_one_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_entries_of_only_one_checkpoint_are_absent_in_the_other(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         one, other = make_checkpoint(1), make_checkpoint(1)
         one.callback_states = {"ema": {"decay": 0.5, "nan": float("nan")}}
         other.callback_states = {"ema": {"nan": float("nan"), "weight": torch.ones(2)}}
@@ -205,7 +209,7 @@ class TestDiff:
         assert call(capsys, "diff", last, export)[:2] == (0, "the weights agree in every bit\n")
         assert call(capsys, "diff", trained / "checkpoint-000000006", export)[0] == 1
 
-    def test_a_damaged_one_is_trouble(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_damaged_checkpoint_is_not_compared(self, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
         last = trained / "checkpoint-000000012"
         flip_bit(last / "model.safetensors", 200)
         code, out, err = call(capsys, "diff", trained / "checkpoint-000000006", last)
@@ -214,7 +218,7 @@ class TestDiff:
         assert "model.safetensors is damaged" in err
 
 
-def test_a_newer_format_is_answered_in_one_line(
+def test_a_newer_format_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as later:
@@ -231,7 +235,7 @@ def test_a_newer_format_is_answered_in_one_line(
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "a", "b"], ["list"], ["ls", ".", "--colour"], []])
-def test_a_wrong_command_line_is_answered_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_refused_in_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, *words)
 
     assert (code, out) == (2, "")
@@ -249,13 +253,13 @@ def test_the_module_runs_as_the_command(trained: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
+    ("variables", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)], ids=str
 )
-def test_colours_only_in_a_terminal_and_unless_told_not_to(
-    said: dict[str, str], coloured: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+def test_colours_depend_on_the_variables_of_a_terminal(
+    variables: dict[str, str], coloured: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, follower = pty.openpty()
-    for name, value in {"NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **said}.items():
+    for name, value in {"NO_COLOR": "", "TERM": "xterm-256color", "COLUMNS": "200", **variables}.items():
         monkeypatch.setenv(name, value)
     with os.fdopen(follower, "w") as terminal, contextlib.redirect_stdout(terminal):
         assert main(["checkpoints", "ls", str(trained)]) == 0
@@ -270,7 +274,7 @@ def test_colours_only_in_a_terminal_and_unless_told_not_to(
     assert ("\x1b[" in out) is coloured
 
 
-def test_ls_finds_the_checkpoints_of_a_run_by_its_output_dir(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_finds_the_checkpoints_of_an_output_dir(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", trained.parent)
 
     assert code == 0

@@ -68,7 +68,7 @@ def test_each_script_has_every_command_and_option(scripts: dict[str, Path]) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_take_their_script(shell: str, scripts: dict[str, Path]) -> None:
+def test_zsh_and_fish_run_their_scripts(shell: str, scripts: dict[str, Path]) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     done = subprocess.run([shell, str(scripts[shell])], capture_output=True, text=True, check=False)

@@ -86,7 +86,7 @@ def test_a_config_that_is_not_at_its_address_is_named(name: str, capsys: pytest.
     assert "cannot be read: it has more than" in capsys.readouterr().err
 
 
-def test_values_that_only_code_sets_are_left_out_and_named(tmp_path: Path) -> None:
+def test_values_that_only_code_sets_are_omitted_and_named(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
     exec(MODULE, namespace)
     args = {"output_dir": tmp_path / "run", "progress": "none", "writers": ["csv"], "log_level": "ERROR"}

@@ -1,4 +1,4 @@
-"""`trainstack doctor FILE.py` runs a script until it trains, or makes its module, and prints the findings."""
+"""`trainstack doctor FILE.py` runs a script up to its training, or makes its module, and prints the findings."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ def test_the_module_of_a_file_takes_the_options_of_train(write: Write, capsys: p
         ([], None),
     ],
 )
-def test_a_script_is_told_from_backend_strings(words: list[str], expected: str | None) -> None:
+def test_a_script_is_distinguished_from_backend_strings(words: list[str], expected: str | None) -> None:
     assert script_in(words) == expected
 
 
-def test_text_names_check_place_and_remedy(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_has_check_place_and_remedy(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("script_e.py", MODULE.replace("keepdim=True", "keepdim=False"))
     assert main(["doctor", file, "--train_batch_size", "8"]) == 1
     text = capsys.readouterr().out

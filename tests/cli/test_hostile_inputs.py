@@ -1,4 +1,4 @@
-"""Files, variables and words are data: nothing that they name is imported, made, called or evaluated."""
+"""Files, variables and words are data: no name in them is imported, instantiated, called or evaluated."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def module(typed: int, layer: nn.Module | None = None, call: Callable[[], None] 
 PARAMETERS = {"module": parameters_of(module)}
 PATHS = PlainInputs(ts.TrainerArguments, PARAMETERS).paths()
 
-# Values that an attacker writes: as YAML, which an argument and a variable may hold as well.
+# Values of an attacker in YAML, for a file, an argument or a variable.
 ATTACKS = {
     "class_path": "{class_path: trace_left.Class, init_args: {x: 1}}",
     "a class_path alone": "{class_path: trace_left.Class}",
@@ -66,7 +66,7 @@ NAMES = (
     "{0.__class__}",
 )
 TEXTS = {path for path, kind in PATHS.items() if {str, Path} & kind.types or kind.anything}
-"""Fields that take any text; there a name is a text."""
+"""Fields that accept any text, so also a name."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,15 +103,15 @@ def test_every_field_is_attacked() -> None:
 
 @pytest.mark.parametrize("way", ["file", "word", "variable"])
 @pytest.mark.parametrize("attack", ATTACKS, ids=str)
-def test_an_attack_on_any_field_is_refused_with_its_name(way: str, attack: str, tmp_path: Path) -> None:
+def test_an_attack_on_any_field_is_refused_by_name(way: str, attack: str, tmp_path: Path) -> None:
     modules = set(sys.modules)
     for path in PATHS:
         if way != "file" and path in TEXTS and path != ("module", "untyped"):
-            continue  # such a field takes any word as its text
+            continue  # such a field accepts any word as text
         if path == ("module", "untyped") and attack in ("__class__", "calls"):
-            continue  # a dict of texts for code that asked for any
+            continue  # a dict of texts is a valid value of an unannotated parameter
         if path[0] == "fast_paths" and way == "variable":
-            continue  # is the library's own switch
+            continue  # TRAINSTACK_FAST_PATHS is a switch of the library
         with pytest.raises(ts.ConfigurationError) as refused:
             give(way, path, ATTACKS[attack], tmp_path)
         name = "__".join(path).upper() if way == "variable" else path[-1]
@@ -121,7 +121,7 @@ def test_an_attack_on_any_field_is_refused_with_its_name(way: str, attack: str, 
 
 
 @pytest.mark.parametrize("way", ["file", "word", "variable"])
-def test_a_name_is_no_more_than_a_text(way: str, tmp_path: Path) -> None:
+def test_a_name_is_only_text(way: str, tmp_path: Path) -> None:
     for number, path in enumerate(PATHS):
         for name in (NAMES[number % len(NAMES)], NAMES[(number + 1) % len(NAMES)]):
             if path[0] == "fast_paths" and way == "variable":
@@ -187,13 +187,13 @@ def test_a_variable_of_the_environment_runs_nothing(
         "compile: {backend: trace_left.function, options: {}}",
     ],
 )
-def test_options_that_could_run_code_are_set_in_code_alone(text: str, tmp_path: Path) -> None:
+def test_options_that_could_run_code_are_refused_in_files(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ts.ConfigurationError, match=r"(compile|backend_options|distributed_training_args)"):
         ts.TrainerArguments.from_yaml(tmp_path / "run.yaml")
 
 
-def test_ordinary_values_still_arrive(tmp_path: Path) -> None:
+def test_ordinary_values_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         """
         # a usual file
@@ -224,8 +224,8 @@ def test_ordinary_values_still_arrive(tmp_path: Path) -> None:
     assert ts.TrainerArguments.from_dict(args.to_dict()) == args
 
 
-def test_no_word_of_the_command_line_has_a_type_that_could_name_a_class() -> None:
-    """Each option of each command gives text, or a number that Python itself reads."""
+def test_options_of_commands_are_texts_numbers_or_paths() -> None:
+    """Each option of each command is text, or a number that Python parses."""
     from trainstack.cli.main import COMMANDS, _parser
 
     parsers = [_parser(command) for command in COMMANDS]

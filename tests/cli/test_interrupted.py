@@ -29,7 +29,7 @@ def leave(directory: Path, status: str | None, began: float | None = None) -> No
 
 
 @pytest.mark.parametrize("status", STATUSES)
-def test_only_an_interrupted_session_is_answered_with_0(
+def test_only_an_interrupted_session_has_exit_code_0(
     status: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leave(tmp_path, status)
@@ -46,7 +46,7 @@ def test_an_older_session_does_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("restarts", "code"), [(None, 0), ("2", 0), ("3", 1), ("9", 1)])
-def test_a_killed_run_is_started_again_so_often(
+def test_a_killed_run_restarts_up_to_the_given_number(
     restarts: str | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if restarts is None:
@@ -63,10 +63,10 @@ def test_a_killed_run_is_started_again_so_often(
 
 
 @pytest.mark.parametrize(("restarts", "limit", "code"), [(None, "1", 1), (None, "2", 0), ("0", "1", 0), ("1", "1", 1)])
-def test_sessions_that_make_no_step_are_not_repeated_for_ever(
+def test_sessions_without_progress_are_not_repeated_forever(
     restarts: str | None, limit: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that fails on import: SLURM sends SIGTERM to the others, and the job was requeued without end."""
+    """If a rank fails on import, SLURM sends SIGTERM to the others. Without a limit, the job is requeued forever."""
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     if restarts is not None:  # in a job, sessions of earlier jobs do not count
@@ -90,7 +90,7 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert main(["interrupted", str(tmp_path), "--or-killed", "-1"]) == 2
 
 
-def test_a_signal_before_the_first_session_leaves_one(tmp_path: Path) -> None:
+def test_a_signal_before_the_first_session_is_recorded(tmp_path: Path) -> None:
     record_interruption(tmp_path / "logs", "Module", "SIGUSR1")
     record_interruption(tmp_path / "logs", "Module", "again")
     sessions = RunFacts.read(tmp_path / "logs").sessions
@@ -102,7 +102,7 @@ def test_a_signal_before_the_first_session_leaves_one(tmp_path: Path) -> None:
 
 
 def run_script(block: str, folder: Path, code: int, answer: int, **variables: str) -> tuple[int, list[list[str]]]:
-    """The exit code of a batch script, and the calls that it makes of `trainstack` and `scontrol`."""
+    """The exit code of a batch script, and its calls of `trainstack` and `scontrol`."""
     calls = folder / "calls"
     calls.write_text("")
     fakes = f"""
@@ -126,7 +126,7 @@ def run_script(block: str, folder: Path, code: int, answer: int, **variables: st
 
 @pytest.mark.processes
 @pytest.mark.parametrize("block", BLOCKS)
-def test_batch_scripts_end_with_the_code_of_srun_and_requeue_interrupted_runs(
+def test_batch_scripts_return_the_srun_code_and_requeue_interrupted_runs(
     block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
@@ -146,19 +146,19 @@ def test_batch_scripts_end_with_the_code_of_srun_and_requeue_interrupted_runs(
             requeued = status == "interrupted" or (code == 138 and status in (None, "running"))
             assert ended == code
             assert calls[1:] == [["scontrol", "requeue", "77"]] * requeued
-            if status == "interrupted":  # of the session before; this one has died on import
+            if status == "interrupted":  # of the previous session; this one failed on import
                 leave(tmp_path, status, began=1.0)
                 assert main([command, str(tmp_path), *options]) == (0 if code == 138 else 1)
 
 
 @pytest.mark.processes
-def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
-    """The last task has the number of the array: `scontrol requeue` of it repeated all tasks, finished ones too."""
+def test_a_task_of_an_array_requeues_only_itself(tmp_path: Path) -> None:
+    """The last task has the job id of the array, with which `scontrol requeue` repeats all tasks."""
     (block,) = (str(block.values[0]) for block in BLOCKS if "trainstack interrupted" in str(block.values[0]))
     task = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
     _, calls = run_script(block, tmp_path, 75, 0, **task)
     assert calls[1:] == [["scontrol", "requeue", "77_3"]]
 
 
-def test_a_page_has_a_script_that_asks() -> None:
+def test_one_batch_script_calls_trainstack_interrupted() -> None:
     assert sum("trainstack interrupted" in str(block.values[0]) for block in BLOCKS) == 1

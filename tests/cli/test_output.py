@@ -1,4 +1,4 @@
-"""The output of commands: no control character, no truncated name, an exit code that names the result."""
+"""The output of commands: no control character, no truncated name, an exit code for each result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "checkpoint-000000126"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose name has no ASCII, with a checkpoint."""
+    """A folder with a checkpoint; its name is not ASCII."""
     place = tmp_path_factory.mktemp("output") / "résumé"
     metrics = {"val/loss": 0.25, "val/accuracy": float("inf")}
     checkpoint = Checkpoint(
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, *words: str) -> str:
-    """The output of a command in a terminal of so many columns."""
+    """The output of a command in a terminal with `columns` columns."""
     leader, follower = pty.openpty()
     monkeypatch.setenv("COLUMNS", str(columns))
     with monkeypatch.context() as inside, os.fdopen(follower, "w", encoding="utf-8") as stream:
@@ -51,7 +51,7 @@ def in_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, *words: str) ->
     while True:
         try:
             part = os.read(leader, 1 << 16)
-        except OSError:  # as Linux ends it
+        except OSError:  # Linux raises it at the end
             part = b""
         if not part:
             break
@@ -69,7 +69,7 @@ def in_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, *words: str) ->
         (160, ""),
     ],
 )
-def test_a_name_is_never_cut_however_narrow_the_terminal(
+def test_a_narrow_terminal_never_cuts_a_name(
     columns: int, left_out: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -88,7 +88,7 @@ def test_a_name_is_never_cut_however_narrow_the_terminal(
 HOSTILE = "\x1b]0;owned\x07\x9b31m\u202eexe.txt\u2066\r\nnext\x7f\u2028\ud800"
 
 
-def test_no_character_that_a_terminal_obeys_is_printed(
+def test_no_control_character_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert printing.escape(HOSTILE) == ("\\x1b]0;owned\\x07\\x9b31m\\u202eexe.txt\\u2066\\r\\nnext\\x7f\\u2028\\ud800")
@@ -118,11 +118,11 @@ def test_no_character_that_a_terminal_obeys_is_printed(
 @pytest.mark.parametrize(
     "created", ["\x1b[31m2026", "yesterday", "9999-99-99T00:00:00", "", "2026-01-31T12:00:00+02:00"]
 )
-def test_a_time_is_printed_as_a_date_or_not_at_all(created: str) -> None:
+def test_only_valid_times_are_printed(created: str) -> None:
     assert printing.readable_date(created) == ("2026-01-31T10:00:00Z" if created.startswith("2026-") else None)
 
 
-def test_nothing_but_the_printer_writes_to_a_stream() -> None:
+def test_only_the_printer_writes_to_streams() -> None:
     for file in Path(str(printing.__file__)).parent.glob("*.py"):
         if file.name not in ("printing.py", "main.py"):
             source = file.read_text(encoding="utf-8")
@@ -130,15 +130,15 @@ def test_nothing_but_the_printer_writes_to_a_stream() -> None:
 
 
 class TestStreams:
-    """Never 1, which means damage or a difference."""
+    """Failed output never gives exit code 1, which means damage or a difference."""
 
-    def test_a_character_that_the_output_lacks(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_character_outside_the_encoding_is_escaped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raw = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
         assert main(["checkpoints", "verify", str(folder)]) == 0
         assert b"r\\xe9sum\\xe9" in raw.getvalue()
 
-    def test_a_closed_output(
+    def test_a_closed_output_gives_exit_code_2(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(sys, "stdout", None)
@@ -147,7 +147,7 @@ class TestStreams:
             assert capsys.readouterr().err.startswith("trainstack: standard output is closed")
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-    def test_a_full_output(
+    def test_a_full_output_gives_exit_code_2(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for words in (["checkpoints", "verify", str(folder)], ["checkpoints", "diff", *[str(folder / NAME)] * 2]):
@@ -156,7 +156,7 @@ class TestStreams:
                 assert main(words) == 2
             assert "No space left" in capsys.readouterr().err
 
-    def test_a_reader_that_went_away(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_closed_pipe_gives_exit_code_141(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as stream:
@@ -167,17 +167,19 @@ class TestStreams:
     @pytest.mark.parametrize(
         ("redirect", "code"), [(">&-", 2), ("> /dev/full", 2), ("| true; exit ${PIPESTATUS[0]}", 141)]
     )
-    def test_the_process_ends_with_that_code(self, redirect: str, code: int) -> None:
+    def test_the_process_ends_with_the_same_codes(self, redirect: str, code: int) -> None:
         command = f"{sys.executable} -m trainstack --help {redirect}"
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, timeout=patience(30), check=False
         )
-        assert done.returncode == code or (code == 141 and done.returncode == 0)  # `true` may read before it ends
+        assert done.returncode == code or (
+            code == 141 and done.returncode == 0
+        )  # the command may write before `true` ends
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
 
 
-def test_an_error_of_the_command_itself_is_not_damage(
+def test_a_fault_of_the_library_is_not_reported_as_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(path: object) -> Any:
@@ -217,7 +219,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("words", KEYS, ids=lambda words: "-".join(words[:2]))
-def test_json_is_one_object_with_its_format_and_infinities_come_back(
+def test_json_is_one_object_with_format_and_readable_infinities(
     words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([word.format(folder=folder) for word in words] + ["--json"]) == 0
@@ -234,7 +236,7 @@ def test_json_is_one_object_with_its_format_and_infinities_come_back(
         assert found["checkpoints"][0]["created"].endswith("Z")
 
 
-def test_an_error_is_json_where_json_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_json_with_the_option_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, kind in (
         (["checkpoints", "ls", str(tmp_path / "no"), "--json"], "CheckpointNotFoundError"),
         (["plan", "--json"], "UsageError"),
@@ -261,7 +263,7 @@ def test_commands_that_need_no_torch_do_not_import_it(words: list[str]) -> None:
 
 
 @pytest.mark.processes
-def test_to_list_and_verify_checkpoints_imports_no_torch(tmp_path: Path) -> None:
+def test_listing_and_verifying_checkpoints_imports_no_torch(tmp_path: Path) -> None:
     weights = {"module_interface_state": {"weight": torch.ones(100)}, "trainer_state": {"betas": (0.9, 0.999)}}
     facts = {"metrics": {"val/loss": float("inf")}, "tuple": (1, {2}), "backend": "sp"}
     for name in ("good", "damaged"):
@@ -294,14 +296,14 @@ def test_metadata_with_values_of_torch_and_numpy_is_listed(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(READ_WORDS)))
-def test_the_list_of_commands_agrees_with_their_own_help(command: str) -> None:
+def test_the_help_of_a_command_has_its_description(command: str) -> None:
     parser = _parser(command)
     choices = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
     own = choices[command]
     assert own.description == COMMANDS[command].replace("%", "%%")
 
 
-def test_a_training_logs_names_of_files_as_escapes(
+def test_names_of_files_are_escaped_in_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "\x1b]0;owned\x07\u202e").symlink_to("nowhere")

@@ -74,7 +74,7 @@ def test_the_rows_are_printed_with_the_plan(target: str, capsys: pytest.CaptureF
     assert rows["memory: activations"] == "96 KiB"  # 4 samples: the inputs of 4 blocks and of the loss, the targets
 
 
-def test_an_optimizer_that_needs_the_plan(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_that_reads_the_plan_needs_the_samples(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     needs = target.replace("Large", "Needs")
 
     assert "AttributeError" in planned(capsys, needs)["memory"]["unknown"]["optimizer"]
@@ -89,7 +89,9 @@ def test_an_optimizer_that_needs_the_plan(target: str, capsys: pytest.CaptureFix
         (["--shards", "0"], "--shards 0: write a whole number"),
     ],
 )
-def test_shards_that_cannot_be(target: str, words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_numbers_of_shards_are_refused(
+    target: str, words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", target, *words]) == 2
     assert error in capsys.readouterr().err
 

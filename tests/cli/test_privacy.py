@@ -1,4 +1,4 @@
-"""`trainstack privacy` prints the values that the library computes, names its assumptions, and refuses in one line."""
+"""`trainstack privacy` prints the values of the library with their assumptions, and refuses mistakes in one line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_epsilon_as_json_is_not_rounded(capsys: pytest.CaptureFixture[str]) -> N
     assert (found["steps"], found["sample_rate"], found["accountant"]) == (6000, 0.0025, "prv")
 
 
-def test_the_accountant_decides_which_epsilon_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epsilon_is_that_of_the_given_accountant(capsys: pytest.CaptureFixture[str]) -> None:
     found = ask_json(capsys, "epsilon", "--noise-multiplier", "1.3", "--steps", "60", *RATE, "--accountant", "rdp")
     assert found["epsilon"] == found["rdp"] > found["prv"]
 
@@ -135,7 +135,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "reason"), MISTAKES)
-def test_a_mistake_is_answered_in_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_refused_in_one_line(words: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match=reason) as raised:
         ask(capsys, *words)
     assert "\n" not in str(raised.value)
@@ -154,7 +154,7 @@ def test_an_audit_prints_its_measurements(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unprobed")
-def test_an_audit_that_finds_something_says_so_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_that_finds_a_fault_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     with broken("no noise"):
         assert main(["privacy", "audit", *SMALL, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -166,9 +166,7 @@ def test_an_audit_refuses_a_backend_that_is_not_private(capsys: pytest.CaptureFi
     assert "backend 'sp' is not private" in capsys.readouterr().err
 
 
-def test_an_audit_has_the_settings_of_a_run_and_the_given_options_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_an_audit_override_the_settings_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = promise(noise_multiplier=1.5, clipping="automatic")
     ts.Trainer(Classifier(), private(tmp_path, args, epochs=2)).train()
     given: list[Any] = []

@@ -1,4 +1,4 @@
-"""`trainstack explain`, `plan` and `doctor` answer without training anything of the user's."""
+"""`trainstack explain`, `plan` and `doctor`, which do not train a module of the user."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_plan_prints_the_arithmetic_of_a_run(capsys: pytest.CaptureFixture[str])
         (["--samples", "9", "--train_batch_size", "6", "--processes", "4"], "cannot be divided among 4 processes"),
     ],
 )
-def test_a_plan_that_cannot_be_is_answered_in_one_line(
+def test_an_impossible_plan_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_option_that_there_is_not_is_answered_with_the_one_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_options_get_their_corrections(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--samples", "9", "--epohs=3", "--jsn", "more"]) == 2
     assert capsys.readouterr().err == (
         "trainstack: unrecognized arguments: --epohs=3 --jsn more. Did you mean --epochs and --json? "
@@ -59,7 +59,7 @@ def test_an_option_that_there_is_not_is_answered_with_the_one_to_write(capsys: p
 
 
 @pytest.mark.processes
-def test_doctor_says_which_strings_work_by_trying_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_tries_each_backend_string(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "sp", "ddp-bf16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["backends"] == {"sp": None, "ddp-bf16": None}

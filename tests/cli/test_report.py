@@ -1,4 +1,4 @@
-"""`trainstack report` makes pages of the files of runs."""
+"""`trainstack report` writes pages from the files of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.modules import Classifier, train
 from trainstack.cli.main import main
 
 
-def test_one_run_gets_its_page_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_one_run_is_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Classifier(), tmp_path, writers=["csv"], log_every=1)
     written = (tmp_path / "report.html").read_text()
     (tmp_path / "report.html").unlink()
@@ -23,7 +23,7 @@ def test_one_run_gets_its_page_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert made.sub("", (tmp_path / "report.html").read_text()) == made.sub("", written)
 
 
-def test_several_runs_are_laid_over_each_other_with_the_arguments_that_differ(tmp_path: Path) -> None:
+def test_one_page_compares_several_runs_and_their_arguments(tmp_path: Path) -> None:
     train(Classifier(validate=True), tmp_path / "a", writers=["csv"], log_every=1)
     train(Classifier(lr=0.3), tmp_path / "b", writers=["jsonl"], log_every=1, train_batch_size=4, seed=7)
     page = tmp_path / "both" / "page.html"
@@ -39,15 +39,13 @@ def test_several_runs_are_laid_over_each_other_with_the_arguments_that_differ(tm
     assert "val/loss" in html
 
 
-def test_metrics_alone_are_enough(tmp_path: Path) -> None:
+def test_metrics_suffice_for_a_page(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, writers=["csv"], report=False, log_every=1)
     assert main(["report", str(tmp_path)]) == 0
     assert "train/loss" in (tmp_path / "report.html").read_text()
 
 
-def test_a_page_that_cannot_be_written_is_named_as_it_was_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_is_named_as_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Classifier(), tmp_path / "run", writers=["csv"], report=False, log_every=1)
     for output in (tmp_path, Path("/proc/x.html")):
         assert main(["report", str(tmp_path / "run"), "--output", str(output)]) == 2

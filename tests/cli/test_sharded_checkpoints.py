@@ -1,4 +1,4 @@
-"""`trainstack checkpoints` on sharded checkpoints, and exports in several files and in torch's distributed format."""
+"""`trainstack checkpoints` with sharded checkpoints; exports in several files and in torch's distributed format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sharded(tmp_path: Path) -> Path:
     return write_sharded(make_checkpoint(2, step=2), folder, "checkpoint-000000002", 3)
 
 
-def test_ls_show_verify_and_scrub_know_both_formats(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_show_verify_and_scrub_read_both_formats(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listed = as_json(capsys, "ls", sharded.parent, "--verify")["checkpoints"]
     assert [(one["name"], one["problem"]) for one in listed] == [
         ("checkpoint-000000001", None),
@@ -49,7 +49,7 @@ def test_ls_show_verify_and_scrub_know_both_formats(sharded: Path, capsys: pytes
 def test_diff_compares_a_sharded_checkpoint_with_whole_files(
     sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bits decide; in how many files they lie does not."""
+    """Equal bits are equal in any number of files."""
     equal = write_checkpoint(ts.read_checkpoint(sharded), tmp_path, "equal")
     assert call(capsys, "diff", sharded, equal)[0] == 0
     code, out, _ = call(capsys, "diff", sharded, sharded.with_name("checkpoint-000000001"), "--model")
@@ -58,7 +58,7 @@ def test_diff_compares_a_sharded_checkpoint_with_whole_files(
 
 
 @pytest.mark.parametrize("limit", ["1B", "30B", "1KB", None])
-def test_export_divides_into_files_that_readers_of_safetensors_know(
+def test_export_divides_into_files_for_readers_of_safetensors(
     sharded: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -137,7 +137,7 @@ def test_dcp_writes_files_that_torch_reads_and_this_library_refuses(
     assert same(load_torch_weights(tmp_path / "weights.pt"), expected)
 
 
-def test_a_file_with_the_rows_of_a_rank_is_refused_as_a_source_of_weights(sharded: Path) -> None:
+def test_the_rows_of_one_rank_are_refused_as_weights(sharded: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"has the rows of one rank.*Name its folder"):
         read_weights(sharded / "model.rank-00001-of-00003.safetensors")
     assert same(read_weights(sharded), dict(make_checkpoint(2).module_interface_state or {}))

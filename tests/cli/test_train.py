@@ -79,7 +79,7 @@ def printed_config(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str,
     return dict(yaml.safe_load(capsys.readouterr().out))
 
 
-def test_options_win_over_the_environment_and_that_over_the_file(
+def test_options_override_variables_and_variables_override_the_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("run.yaml").write_text(
@@ -99,7 +99,7 @@ def test_options_win_over_the_environment_and_that_over_the_file(
     assert printed_config(capsys, "--epochs", "7", "--module.lr", "0.5") == config
 
 
-def test_every_field_of_the_arguments_is_an_option_and_the_printed_file_gives_the_same_run(
+def test_every_field_is_an_option_and_in_the_printed_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = printed_config(capsys, "--device", "cpu", "--writers", "[csv,jsonl]", "--resume", "auto")
@@ -111,7 +111,7 @@ def test_every_field_of_the_arguments_is_an_option_and_the_printed_file_gives_th
     assert printed_config(capsys, "--config", "printed.yaml") == config
 
 
-def test_nested_arguments_that_are_not_there_by_default_come_with_their_first_option(
+def test_an_option_creates_nested_arguments_that_default_to_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = printed_config(capsys, "--stats_args.log_steps", "7")
@@ -119,7 +119,7 @@ def test_nested_arguments_that_are_not_there_by_default_come_with_their_first_op
     assert config["writer_args"] is None
 
 
-def test_a_training_runs_with_its_options_and_the_same_seed_gives_the_same_numbers() -> None:
+def test_two_trainings_with_equal_options_have_equal_histories() -> None:
     histories = []
     for directory in ("one", "other"):
         words = ["my.py:Line", *QUIET, "--epochs", "2", "--module.hidden", "3", "--output_dir", directory]
@@ -129,7 +129,7 @@ def test_a_training_runs_with_its_options_and_the_same_seed_gives_the_same_numbe
     assert histories[0] == histories[1]
 
 
-def test_a_function_may_make_the_module_and_files_of_its_folder_can_be_imported() -> None:
+def test_a_function_can_make_the_module_and_import_neighbouring_files() -> None:
     assert main(["train", "my.py:make", *QUIET, "--module.units", "3", "--output_dir", "out"]) == 0
     assert main(["train", "my:make", *QUIET, "--module.units", "3", "--output_dir", "again"]) == 0
     weights = ts.read_model(next(Path("out/checkpoints").glob("*model*")))
@@ -165,7 +165,7 @@ def test_a_function_may_make_the_module_and_files_of_its_folder_can_be_imported(
         (["my.py:make"], "my.py:make has to be given --module.units."),
     ],
 )
-def test_a_wrong_command_line_is_answered_in_one_line(
+def test_a_wrong_command_line_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     Path("wrong.yaml").write_text("epchs: 3\n")
@@ -233,7 +233,7 @@ def make(rate="1e-3", big="1e5", words="*a &b !c", seen="yes", one=SHARED, two=S
 """
 
 
-def test_the_printed_file_is_read_with_any_defaults_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_file_keeps_any_defaults_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
     Path("defaults.py").write_text(DEFAULTS)
     assert main(["train", "defaults.py:make", "--print_config"]) == 0
     Path("printed.yaml").write_text(capsys.readouterr().out)
@@ -249,9 +249,7 @@ def test_a_negative_number_needs_no_equals_sign(number: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("name", ["queue", "code", "torch"])
-def test_a_file_with_the_name_of_a_module_that_others_import_is_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_named_like_another_module_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.modules.get(name)
     Path(f"{name}.py").write_text(FILE)
     assert main(["train", f"{name}.py:Line", *QUIET]) == 2
@@ -259,7 +257,7 @@ def test_a_file_with_the_name_of_a_module_that_others_import_is_refused(
     assert sys.modules.get(name) is before
 
 
-def test_a_variable_that_stands_for_two_parameters_is_refused(
+def test_a_variable_for_two_parameters_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("two.py").write_text("from my import Line\ndef make(lr=0.1, LR=0.2):\n    return Line()\n")
@@ -269,7 +267,7 @@ def test_a_variable_that_stands_for_two_parameters_is_refused(
     sys.modules.pop("two")
 
 
-def test_a_variable_in_small_letters_is_answered_with_the_one_in_capitals(
+def test_a_variable_in_small_letters_gets_its_correction(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRAINSTACK_epochs", "3")

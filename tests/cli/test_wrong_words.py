@@ -47,7 +47,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRAIN = ["train", "my.py:module"]
 ROWS = [
-    # Found by the trainer or the system, no frame of the user's file
+    # Found by the trainer or the system, without a frame of the user's file
     ([*TRAIN, "--writers", "[csv, nothing]"], "writers: no writer is called 'nothing'."),
     ([*TRAIN, "--device", "cuda:9"], "device='cuda:9'"),
     ([*TRAIN, "--device", "toaster"], "--device toaster: torch has no such device"),
@@ -138,7 +138,7 @@ def test_a_wrong_variable_is_refused(
     assert line in capsys.readouterr().err
 
 
-def test_values_of_the_right_kind_are_taken(
+def test_values_of_the_right_kind_are_accepted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINSTACK_FAST_PATHS", "1")
@@ -181,7 +181,7 @@ class TestPlan:
         assert "40 in 4 epochs" in shown
         assert "after each 2 epochs" in shown
 
-    def test_both_spellings_of_an_option_are_taken(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_both_spellings_of_an_option_are_accepted(self, capsys: pytest.CaptureFixture[str]) -> None:
         ways = ["--noise-multiplier", "--sample-rate"], ["--noise_multiplier", "--sample_rate"]
         for noise, rate in ways:
             assert main(["privacy", "epsilon", noise, "2", f"{rate}=0.1", "--steps", "0", "--delta", "1e-5"]) == 0
@@ -234,7 +234,7 @@ def test_expensive_yaml_is_refused_with_its_line(text: str, line: str) -> None:
 
 
 def test_plain_scalars_have_the_expected_types() -> None:
-    wide = "\uff11\uff12"  # digits, but not those of numbers here
+    wide = "\uff11\uff12"  # digits of Unicode that are not digits of YAML
     numbers = "1, -2, 0x1F, 1_000, 1e-3, .5, 1., .inf, -.INF"
     text = f"[{numbers}, yes, off, null, ~, 010, 1:00:00, 2001-01-01, '1', =, '<<', {wide}, 1__0, 1_]"
     infinity = float("inf")

@@ -1,4 +1,4 @@
-"""`trainstack.compat.pymarlin`: PyMarlin's documentation, over trainstack."""
+"""`trainstack.compat.pymarlin`: code from the documentation of PyMarlin runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 class Line(module_interface.ModuleInterface):
-    """A line through 24 points; every call is recorded."""
+    """A linear model for 24 points that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def arguments(**changes: Any) -> trainer.TrainerArguments:
 @pytest.mark.spec("PMT-01", "PMT-02", "PMT-04", "PMT-10", "PMB-13")
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", pymarlin_scripts.NAMES)
-def test_a_script_trains_to_its_end_with_other_import_lines_alone(name: str, tmp_path: Path) -> None:
+def test_a_script_trains_after_changes_of_imports_only(name: str, tmp_path: Path) -> None:
     script = pymarlin_scripts.change(name)
 
     assert script.imports > 0
@@ -89,7 +89,7 @@ def test_a_script_trains_to_its_end_with_other_import_lines_alone(name: str, tmp
 
 
 @pytest.mark.spec("PMB-13")
-def test_a_delta_of_one_over_the_number_of_records_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_delta_of_one_over_the_records_is_refused(tmp_path: Path) -> None:
     script = pymarlin_scripts.change("snli", edits=False)
     assert script.others == 0
     with pytest.raises(ts.PrivacyError, match=r"publishes each record with probability delta would pass. Write less"):
@@ -120,7 +120,7 @@ class Hooked(Line):
 
 
 @pytest.mark.spec("PMT-10", "PMT-25", "PMB-11")
-def test_hooks_come_in_pymarlins_order_with_its_values() -> None:
+def test_hooks_have_the_order_and_arguments_of_pymarlin() -> None:
     module = Hooked()
     trainer.Trainer(module, arguments(epochs=2, gpu_batch_size_limit=4)).train()
 
@@ -136,7 +136,7 @@ def test_hooks_come_in_pymarlins_order_with_its_values() -> None:
 
 
 @pytest.mark.spec("PMT-25")
-def test_an_interruption_between_training_and_validation_calls_the_epochs_hook_once() -> None:
+def test_an_interrupted_validation_calls_the_epoch_hook_once() -> None:
     class Interrupted(Hooked):
         interrupts = True
 
@@ -156,7 +156,7 @@ def test_an_interruption_between_training_and_validation_calls_the_epochs_hook_o
 
 
 @pytest.mark.spec("PMT-11")
-def test_validate_returns_the_outputs_of_the_last_loader_and_records_the_metrics_of_hooks() -> None:
+def test_validate_returns_the_outputs_of_the_last_loader() -> None:
     class Measured(Line):
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
             global_stats.update(f"{key}/error", (outputs[0] - outputs[1]).abs().mean().item())
@@ -172,7 +172,7 @@ def test_validate_returns_the_outputs_of_the_last_loader_and_records_the_metrics
 
 
 @pytest.mark.spec("PMT-04", "PMT-07")
-def test_arguments_by_position_with_pymarlins_defaults() -> None:
+def test_arguments_by_position_have_the_defaults_of_pymarlin() -> None:
     args = trainer.TrainerArguments(3, False, 16)
 
     assert (args.epochs, args.use_gpu, args.train_batch_size) == (3, False, 16)
@@ -192,7 +192,7 @@ def test_arguments_by_position_with_pymarlins_defaults() -> None:
 
 
 @pytest.mark.spec("PMT-04")
-def test_arguments_may_be_assigned_until_a_trainer_uses_them() -> None:
+def test_arguments_are_mutable_until_a_trainer_uses_them() -> None:
     args = arguments()
     args.epochs = 4
     with pytest.raises(ts.ConfigurationError, match="epochs=-1"):
@@ -209,7 +209,7 @@ def test_arguments_may_be_assigned_until_a_trainer_uses_them() -> None:
 
 
 @pytest.mark.spec("PMT-04")
-def test_azures_writer_is_named_in_the_log_and_system_statistics_are_recorded(
+def test_the_azure_writer_is_omitted_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     args = arguments(writers=["aml"], stats_args=StatInitArguments(update_system_stats=True))
@@ -221,9 +221,7 @@ def test_azures_writer_is_named_in_the_log_and_system_statistics_are_recorded(
         assert "memory/host_peak" in made.history.get_metric_names()
 
 
-def test_writers_with_pymarlins_methods_and_the_folder_of_tensorboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_with_the_methods_of_pymarlin_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Mine(Writer):
@@ -246,7 +244,7 @@ def test_writers_with_pymarlins_methods_and_the_folder_of_tensorboard(
 
 
 @pytest.mark.spec("PMB-13")
-def test_private_arguments_by_position() -> None:
+def test_private_arguments_may_be_given_by_position() -> None:
     args = differential_privacy.DifferentialPrivacyArguments(0.8, 2.0, 0.0, 1e-6)
     assert (args.noise_multiplier, args.per_sample_max_grad_norm, args.sample_rate, args.delta) == (
         0.8,
@@ -263,7 +261,7 @@ def test_private_arguments_by_position() -> None:
 
 
 @pytest.mark.spec("PMT-23")
-def test_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_arguments_have_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = distributed.DistributedTrainingArguments()
     assert (alone.local_rank, alone.global_rank, alone.world_size) == (0, 0, 1)
     assert distributed.DistributedTrainingArguments(1, 3, 4, "gloo", "env://", 64).gather_frequency == 64
@@ -297,7 +295,7 @@ STRINGS = {
 
 @pytest.mark.spec("PMB-01", "PMB-02", "PMB-22")
 @pytest.mark.parametrize("string", STRINGS)
-def test_pymarlins_eight_strings(string: str) -> None:
+def test_the_eight_backend_strings_of_pymarlin_build_stacks(string: str) -> None:
     stack = trainer_backend.build_trainer_backend(string)
 
     assert stack.spec == string
@@ -308,7 +306,7 @@ def test_pymarlins_eight_strings(string: str) -> None:
 
 
 @pytest.mark.spec("PMB-02")
-def test_flat_options_are_taken_and_wrong_ones_refused() -> None:
+def test_flat_options_are_accepted_and_wrong_ones_refused() -> None:
     build = trainer_backend.build_trainer_backend
     assert build("ddp-amp", gather_frequency=4, enable_amp=True, init_scale=1024.0).spec == "ddp-amp"
     assert build("sp-bf16").spec == "sp-bf16"
@@ -316,7 +314,7 @@ def test_flat_options_are_taken_and_wrong_ones_refused() -> None:
         build("sp-amp", enable_amp=False)
     with pytest.raises(ts.ConfigurationError, match=r"does not take \{'gather_frequency': 4\}"):
         build("sp", gather_frequency=4)
-    # trainstack's own function answers with the line to write
+    # the error of trainstack's function suggests the argument to write
     with pytest.raises(ts.ConfigurationError, match=r"Write ddp=\{'gather_frequency': 4\}"):
         ts.build_trainer_backend("ddp-amp", gather_frequency=4)
     with pytest.raises(ts.ConfigurationError, match="'sp-amp' with it, 'sp' without"):
@@ -335,7 +333,7 @@ def test_flat_options_are_taken_and_wrong_ones_refused() -> None:
         "cleanup": "close",
     }.items(),
 )
-def test_a_backend_with_pymarlins_methods_is_refused_with_the_verb(method: str, verbs: str) -> None:
+def test_a_backend_with_methods_of_pymarlin_is_refused(method: str, verbs: str) -> None:
     theirs = type("Theirs", (ts.SingleProcess,), {method: lambda self, *args: None})
     for stack in (theirs(), ts.build_trainer_backend("sp-amp").__class__(theirs())):
         with pytest.raises(ts.ConfigurationError, match=f"Theirs defines {method}, .* for {method} override {verbs}"):
@@ -343,7 +341,7 @@ def test_a_backend_with_pymarlins_methods_is_refused_with_the_verb(method: str, 
 
 
 @pytest.mark.spec("PMB-12", "PMB-23")
-def test_samplers_and_the_state_of_an_inner_layer_are_refused_with_the_place() -> None:
+def test_samplers_and_states_of_an_inner_layer_are_refused() -> None:
     sampled = type("Sampled", (ts.SingleProcess,), {"train_sampler": RandomSampler})
     stateful = type("Stateful", (ts.SingleProcess,), {"get_state": lambda self: {}})
     amp = type(ts.build_trainer_backend("sp-amp"))
@@ -355,7 +353,7 @@ def test_samplers_and_the_state_of_an_inner_layer_are_refused_with_the_place() -
 
 
 @pytest.mark.spec("PMT-03", "PMB-16")
-def test_a_decorator_with_pymarlins_constructor_changes_a_verb() -> None:
+def test_a_decorator_with_the_constructor_of_pymarlin_works() -> None:
     class Doubled(trainer_backend.AbstractTrainerBackendDecorator):
         def backward(self, work: Any, loss: Any, weight: float) -> None:
             self.trainer_backend.backward(work, loss, 2 * weight)
@@ -370,7 +368,7 @@ def test_a_decorator_with_pymarlins_constructor_changes_a_verb() -> None:
 
 
 @pytest.mark.spec("PMT-01")
-def test_a_trainer_with_pymarlins_inner_methods_is_refused() -> None:
+def test_a_trainer_with_inner_methods_of_pymarlin_is_refused() -> None:
     class Mine(trainer.Trainer):
         def train_epoch(self) -> None: ...
 
@@ -378,7 +376,7 @@ def test_a_trainer_with_pymarlins_inner_methods_is_refused() -> None:
         Mine(Line(), arguments())
 
 
-def test_an_overridden_validation_of_the_trainer_is_refused() -> None:
+def test_an_override_of_validate_is_refused() -> None:
     class Mine(trainer.Trainer):
         def validate(self, *given: Any, **options: Any) -> Any: ...
 
@@ -387,7 +385,7 @@ def test_an_overridden_validation_of_the_trainer_is_refused() -> None:
 
 
 @pytest.mark.spec("PMB-03", "PMB-04", "PMB-10", "PMB-12")
-def test_a_backend_is_driven_alone_as_a_plain_loop_would() -> None:
+def test_a_backend_without_a_trainer_equals_a_plain_loop() -> None:
     module, plain = Line(), Line()
     backend = trainer_backend.build_trainer_backend("sp")
     optimizers, _ = module.get_optimizers_schedulers(3, 1)
@@ -411,7 +409,7 @@ def test_a_backend_is_driven_alone_as_a_plain_loop_would() -> None:
 
 
 @pytest.mark.spec("PMB-04", "PMB-12", "PMT-24")
-def test_the_backend_of_a_trainer_tells_its_counters() -> None:
+def test_the_backend_of_a_trainer_has_its_counters() -> None:
     made = trainer.Trainer(Line(), arguments(gpu_batch_size_limit=4))
     made.train()
     backend = made.trainer_backend
@@ -438,7 +436,7 @@ def test_ddp_trains_a_module_with_an_unused_parameter(as_objects: bool, tmp_path
 
 
 @pytest.mark.spec("PMB-23", "PMT-24")
-def test_the_samplers_of_the_backend_shuffle_the_training_alone() -> None:
+def test_the_samplers_shuffle_only_the_training_data() -> None:
     made = trainer.Trainer(Line(), arguments())
     assert (made.train_sampler, made.val_sampler) == (RandomSampler, SequentialSampler)
 
@@ -480,7 +478,7 @@ class Theirs(ts.AbstractCheckpointer):
 
 @pytest.mark.spec("PMT-08", "PMT-12", "PMT-13", "PMT-14")
 @pytest.mark.parametrize("package", [ts, trainer], ids=["trainstack", "compat"])
-def test_a_checkpointer_with_pymarlins_signatures_saves_exports_and_resumes(package: Any, tmp_path: Path) -> None:
+def test_a_checkpointer_with_the_signatures_of_pymarlin_works(package: Any, tmp_path: Path) -> None:
     checkpointer = Theirs()
     args: dict[str, Any] = {"train_batch_size": 8, "writers": [], "progress": "none", "device": "cpu"}
     package.Trainer(Line(), package.TrainerArguments(**args), checkpointer=checkpointer).train()
@@ -496,7 +494,7 @@ def test_a_checkpointer_with_pymarlins_signatures_saves_exports_and_resumes(pack
 
 
 @pytest.mark.spec("PMT-08")
-def test_a_checkpointer_that_cannot_be_called_is_refused_at_once() -> None:
+def test_a_checkpointer_with_a_wrong_signature_is_refused() -> None:
     class Misspelt(Theirs):
         def save(self, checkpoint_state: Any) -> None:  # type: ignore[override]
             raise AssertionError
@@ -511,7 +509,7 @@ def test_a_checkpointer_that_cannot_be_called_is_refused_at_once() -> None:
 
 
 @pytest.mark.spec("PMT-09", "PMT-14", "PMT-16")
-def test_a_trainer_is_set_up_in_pymarlins_order(tmp_path: Path) -> None:
+def test_a_trainer_is_set_up_in_the_order_of_pymarlin(tmp_path: Path) -> None:
     class Ordered(Line):
         def update_state(self, state: Any) -> None:
             super().update_state(state)
@@ -546,7 +544,7 @@ def test_a_trainer_is_set_up_in_pymarlins_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-14")
-def test_a_folder_without_checkpoints_starts_afresh_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_without_checkpoints_starts_a_new_run(caplog: pytest.LogCaptureFixture) -> None:
     saving = DefaultCheckpointerArguments(load_dir="checkpoints")
     for last_epoch in (-1, 0):
         made = trainer.Trainer(Line(), arguments(checkpointer_args=saving, epochs=last_epoch + 2))
@@ -569,7 +567,7 @@ def test_the_device_is_the_cpu_without_gpus() -> None:
 
 
 @pytest.mark.spec("PMT-06")
-def test_a_trainer_of_ones_own_defines_train_and_validate() -> None:
+def test_a_custom_trainer_defines_train_and_validate() -> None:
     class Mine(trainer.AbstractTrainer):
         def train(self) -> None: ...
 
@@ -584,7 +582,7 @@ def test_a_trainer_of_ones_own_defines_train_and_validate() -> None:
 # --- statistics, data, configuration
 
 
-def test_statistics_without_a_trainer_or_without_a_number_are_named_once(
+def test_statistics_that_are_not_recorded_are_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stats = BasicStats()
@@ -606,7 +604,7 @@ class Doubler(data_interface.DataProcessor):
 
 
 @pytest.mark.processes
-def test_a_processor_works_in_several_processes() -> None:
+def test_a_processor_runs_in_several_processes() -> None:
     processor = Doubler()
     assert processor.process_data(3, 2) == [6]
     assert processor.analyzed
@@ -672,7 +670,7 @@ def test_the_command_line_overrides_the_file(
         parsed(monkeypatch, "--params", "{")
 
 
-def test_a_folder_stands_for_its_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_as_path_selects_its_only_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(monkeypatch, "--config_path", ".")["task"] == "cola"
     Path("other.yaml").write_text("a: 1")
     with pytest.raises(ts.ConfigurationError, match=r"has 2 YAML files"):

@@ -1,4 +1,4 @@
-"""The contract of every stack. A registered layer is covered here without an edit."""
+"""The contract of every stack. The tests include registered layers automatically."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def public_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(VARIABLE, "0")
 
 
-# Half precision rounds each sum in its own way; the reference is the same stack on the undivided batch.
+# Sums in half precision depend on the split. The reference is the same stack on the whole batch.
 TOLERANCE = {"bf16": 2e-3, "amp": 2e-3, "apex": 2e-3}
 
 
 @every_stack_and_switch
-def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) -> None:
+def test_plan_and_counters_equal_those_of_sp(spec: str, tmp_path: Path) -> None:
     trainer = train(Classifier(), tmp_path, backend=spec, epochs=2, gpu_batch_size_limit=3)
     reference = train(Classifier(), tmp_path, epochs=2, gpu_batch_size_limit=3)
 
     assert replace(trainer.plan, is_sampled=False) == reference.plan
-    if "dp" in spec.split("-"):  # how many records a step really draws is not told, so micro-batches are as planned
+    if "dp" in spec.split("-"):  # the number of drawn records is secret, so the planned micro-batches count
         planned = trainer.plan.total_steps * trainer.plan.accumulation
         reference.state.batches = planned
     assert trainer.state == reference.state
@@ -47,6 +47,7 @@ def test_the_plan_and_the_counters_are_those_of_sp(spec: str, tmp_path: Path) ->
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("PA-08", "PMT-19")
 def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
     whole, parts = Classifier(), Classifier()
@@ -58,24 +59,32 @@ def test_accumulation_equals_the_large_batch(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("F109", "FN-32")
-@pytest.mark.parametrize(
-    "stop_at",
-    [
-        4,
-        *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 7)),
-        *(pytest.param(step, marks=pytest.mark.long) for step in (1, 11)),
-    ],
-)
+@pytest.mark.parametrize("stop_at", [4, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 6, 7, 11))])
 def test_stop_and_resume_equals_an_unbroken_run(spec: str, stop_at: int, tmp_path: Path) -> None:
-    """6 steps an epoch: within an epoch, under `make test` at its end and after it, and at other steps."""
+    """6 steps an epoch: within an epoch, and in `make test-long` at other steps."""
+    check_stop_and_resume(spec, stop_at, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.spec("F109", "FN-32")
+@pytest.mark.parametrize("stop_at", [6, 7])
+@pytest.mark.parametrize("spec", ["sp", "sp-dp", "ddp", "fsdp"])
+def test_a_resume_at_the_end_of_an_epoch_is_exact(spec: str, stop_at: int, tmp_path: Path) -> None:
+    """At the last step of an epoch and at the first of the next, which the other layers do not affect."""
+    check_stop_and_resume(spec, stop_at, tmp_path)
+
+
+def check_stop_and_resume(spec: str, stop_at: int, folder: Path) -> None:
     torch.manual_seed(5)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=stop_at)
-    stopped = Stops(stochastic(), arguments(tmp_path, checkpointer_args=saving, backend=spec, **MADE), stop_at)
+    stopped = Stops(stochastic(), arguments(folder, checkpointer_args=saving, backend=spec, **MADE), stop_at)
     with pytest.raises(Stopped):
         stopped.train()
     torch.manual_seed(77)
-    resumed = train(stochastic(), tmp_path, checkpointer_args=saving, resume=True, backend=spec, **MADE)
+    resumed = train(stochastic(), folder, checkpointer_args=saving, resume=True, backend=spec, **MADE)
 
     assert_same(end_of(resumed), unbroken_end(spec, os.environ.get(VARIABLE)))
 
@@ -110,14 +119,14 @@ def end_of(trainer: ts.Trainer) -> dict[str, Any]:
 
 @functools.cache
 def unbroken_end(spec: str, switch: str | None) -> dict[str, Any]:
-    """The end of a run in one go; `switch` is the value of `VARIABLE`, under which it runs."""
+    """The end of an unbroken run under `switch`, the value of `VARIABLE`."""
     torch.manual_seed(5)
     with tempfile.TemporaryDirectory() as folder:
         return end_of(train(stochastic(), Path(folder), backend=spec, **MADE))
 
 
 @every_stack_and_switch
-def test_layer_state_comes_back_through_a_checkpoint(spec: str, tmp_path: Path) -> None:
+def test_layer_states_survive_a_checkpoint(spec: str, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     trained = train(Classifier(), tmp_path, backend=spec, checkpointer_args=saving)
     again = ts.Trainer(Classifier(), arguments(tmp_path, backend=spec, checkpointer_args=saving, resume=True))
@@ -127,12 +136,13 @@ def test_layer_state_comes_back_through_a_checkpoint(spec: str, tmp_path: Path) 
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("F110", "PMB-14")
 def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
     module = Overflowing(numbers(32), optimizer=torch.optim.AdamW, scheduler=True)
     trainer = train(module, tmp_path, backend=spec, nonfinite="skip", train_batch_size=8)
 
-    if "dp" in spec.split("-"):  # such records add nothing, and whether there were any must not show
+    if "dp" in spec.split("-"):  # such records count as zero, and their existence is secret
         assert trainer.state.skipped_steps == 0
         assert torch.isfinite(weights(module)).all()
         return
@@ -145,8 +155,9 @@ def test_an_overflowing_step_moves_nothing(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.spec("HZ-30", "F201", "F412")
-def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
+def test_validation_does_not_change_training(spec: str, tmp_path: Path) -> None:
     results = []
     for validate in (False, True):
         torch.manual_seed(3)
@@ -159,6 +170,7 @@ def test_validation_leaves_training_alone(spec: str, tmp_path: Path) -> None:
 
 
 @every_stack_and_switch
+@pytest.mark.usefixtures("unprobed")
 def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: Path) -> None:
     module = SeesPrecision(validate=True)
     train(module, tmp_path, backend=spec)
@@ -167,6 +179,7 @@ def test_training_and_validation_run_in_the_same_precision(spec: str, tmp_path: 
 
 
 @every_stack
+@pytest.mark.usefixtures("unprobed")
 def test_fast_paths_change_no_bit(spec: str, tmp_path: Path) -> None:
     states = []
     for fast in (True, False):
@@ -183,7 +196,7 @@ def test_fast_paths_change_no_bit(spec: str, tmp_path: Path) -> None:
 
 
 class Stopped(Exception):
-    """Stands for the end of a process."""
+    """Simulates the end of a process."""
 
 
 class Stops(ts.Trainer):
@@ -220,7 +233,7 @@ class Overflowing(Classifier):
 
 
 class SeesPrecision(Classifier):
-    """Notes the dtype of the outputs of its network."""
+    """Records the dtype of the outputs of its network."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -228,7 +241,7 @@ class SeesPrecision(Classifier):
         self.net.register_forward_hook(self._note)
 
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
-        self.dtypes.clear()  # a layer may have tried the module out before
+        self.dtypes.clear()  # a layer may have probed the module before
 
     def _note(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         self.dtypes.add(output.dtype)
@@ -255,7 +268,7 @@ def assert_same(one: Any, other: Any, path: str = "state") -> None:
         assert len(one) == len(other), path
         for position, (a, b) in enumerate(zip(one, other, strict=True)):
             assert_same(a, b, f"{path}[{position}]")
-    elif isinstance(one, DTensor):  # of two trainings, whose meshes torch does not compute with together
+    elif isinstance(one, DTensor):  # torch does not compare tensors of two meshes
         assert torch.equal(one.to_local(), other.to_local()), path
     elif isinstance(one, torch.Tensor):
         assert torch.equal(one, other), path

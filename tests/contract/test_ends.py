@@ -16,11 +16,11 @@ from tests.helpers.modules import REPRODUCIBLE, Classifier, arguments, numbers
 from tests.helpers.specs import every_stack
 
 CALLS = (*ts.VERBS, "on_fresh_start")
-"""The verbs, and the one other call that each layer has to pass on."""
+"""The verbs, and one other method that each layer must pass on."""
 
 
 @every_stack
-def test_a_layer_ends_the_verbs_that_it_declares_and_no_others(
+def test_a_layer_ends_exactly_the_verbs_that_it_declares(
     spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = ts.build_trainer_backend(spec, **options_for(spec))
@@ -99,7 +99,9 @@ class DeclaresAndPassesOn(ts.AbstractTrainerBackendDecorator):
 
 
 @pytest.mark.parametrize("layer", [Super, Managed, Helped, Ends])
-def test_ordinary_python_passes_verbs_on(layer: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_may_pass_verbs_on_in_any_form(
+    layer: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert contradictions(layer(ts.build_trainer_backend("sp-bf16")), tmp_path, monkeypatch) == []
 
 
@@ -112,7 +114,7 @@ def test_ordinary_python_passes_verbs_on(layer: type[Any], tmp_path: Path, monke
         (DeclaresAndPassesOn, "backward"),
     ],
 )
-def test_a_wrong_declaration_is_found(
+def test_a_wrong_declaration_is_detected(
     layer: type[Any], verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stack = layer(ts.build_trainer_backend("sp"))
@@ -128,7 +130,7 @@ def test_a_wrong_declaration_is_found(
         ("sp-bf16", ts.BFloat16, {"forward"}, ["forward"]),
     ],
 )
-def test_a_wrong_declaration_of_a_built_in_layer_is_found(
+def test_a_wrong_declaration_of_a_built_in_layer_is_detected(
     spec: str, layer: type[Any], ends: set[str], verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layer, "ends", frozenset(ends))
@@ -157,7 +159,7 @@ def test_explain_prints_the_declarations() -> None:
     assert told["begin_evaluation"] == "nothing to do"
 
 
-def test_an_end_of_something_else_is_refused() -> None:
+def test_a_declaration_of_an_unknown_verb_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Wrong\.ends names 'backwards', which is not a verb"):
 
         @ts.register_layer("wrong")
@@ -183,7 +185,7 @@ def overriding(verbs: Iterable[str], calls: Counter[str], **declared: frozenset[
 
 @contextmanager
 def registered(layer: type[Any], slot: ts.Slot = ts.Slot.USER) -> Iterator[None]:
-    """The token `counts` stands for `layer`."""
+    """Register `layer` under the token `counts` within the block."""
     ts.register_layer("counts", slot=slot)(layer)
     try:
         yield
@@ -192,14 +194,14 @@ def registered(layer: type[Any], slot: ts.Slot = ts.Slot.USER) -> Iterator[None]
 
 
 @every_stack
-def test_a_users_layer_is_called_for_a_verb_or_the_string_is_refused(spec: str, tmp_path: Path) -> None:
+def test_a_custom_layer_is_called_or_its_string_is_refused(spec: str, tmp_path: Path) -> None:
     calls: Counter[str] = Counter()
     with registered(overriding(ts.VERBS, calls, may_be_skipped=frozenset(ts.VERBS))):
         stack = ts.build_trainer_backend(f"{spec}-counts", **options_for(spec))
     trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(tmp_path), trainer_backend=stack)
     trainer.train()
     trainer.validate()
-    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it for a step without items alone
+    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it only for a step without items
     trainer.close()
 
     for verb in ts.VERBS:
@@ -227,13 +229,13 @@ def test_the_refusal_of_a_skipped_layer_has_a_correction() -> None:
     )
 
 
-def test_a_layer_of_a_users_in_another_slot_is_held_to_the_same_rule() -> None:
+def test_the_rule_applies_to_custom_layers_in_other_slots() -> None:
     with registered(overriding(["clip"], Counter()), ts.Slot.PRECISION):
         assert "sp-counts" in ts.legal_specs()
         assert "sp-dp-counts" not in ts.legal_specs()
 
 
-def test_a_stack_that_was_made_by_hand_is_refused_by_the_trainer(tmp_path: Path) -> None:
+def test_the_rule_applies_to_stacks_of_objects(tmp_path: Path) -> None:
     stack = Ends(Helped(ts.build_trainer_backend("sp")))
     with pytest.raises(ts.ConfigurationError, match="'Helped' overrides clip, and 'Ends' ends clip before"):
         ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=stack)
@@ -245,7 +247,7 @@ def test_a_stack_that_was_made_by_hand_is_refused_by_the_trainer(tmp_path: Path)
     ts.Trainer(Classifier(), arguments(tmp_path), trainer_backend=Ends(Super(ts.build_trainer_backend("sp"))))
 
 
-def test_an_amp_step_that_is_skipped_does_not_call_the_layer_inside(tmp_path: Path) -> None:
+def test_a_skipped_amp_step_does_not_call_inner_layers(tmp_path: Path) -> None:
     calls: Counter[str] = Counter()
     with registered(overriding(["step", "clip"], calls)):
         stack = ts.build_trainer_backend("sp-amp-counts", amp={"init_scale": 2.0**21, "growth_interval": 1000})
@@ -266,13 +268,13 @@ def options_for(spec: str) -> dict[str, Any]:
 def contradictions(stack: ts.TrainerBackend, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Train and validate on `stack`; calls that contradict the declarations, in sentences that begin with the verb.
 
-    A layer passes a verb on if the layer inside it is called for that verb during its own call.
+    A layer passes a verb on if the layer inside it is called for that verb during the call.
     """
     calls = Calls(stack, monkeypatch)
     trainer = ts.Trainer(Classifier(numbers(8), validate=True), arguments(folder), trainer_backend=stack)
     trainer.train()
     trainer.validate()
-    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it for a step without items alone
+    stack.skip(trainer._run.loop.work)  # type: ignore[union-attr]  # a run calls it only for a step without items
     trainer.close()
     found = [f"{verb}: a run never calls it" for verb in CALLS if (0, verb) not in calls.made]
     for position, layer in enumerate(calls.layers[:-1]):

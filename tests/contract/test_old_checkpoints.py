@@ -1,6 +1,6 @@
 """Checkpoints of format version 1: their weights load, and a resume is refused.
 
-`checkpoints/SPEC` holds a run directory after 4 of 12 global steps, as an earlier tree wrote it.
+`checkpoints/SPEC` has a run directory after 4 of 12 global steps, which an earlier version wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECS = sorted(path.name for path in old_checkpoints.FOLDER.iterdir())
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("resume", [True, "auto", "path"])
-def test_a_resume_is_refused_with_the_version(spec: str, resume: bool | str, tmp_path: Path) -> None:
+def test_a_resume_of_an_old_checkpoint_is_refused(spec: str, resume: bool | str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(old_checkpoints.FOLDER / spec, folder)
     saving = ts.DefaultCheckpointerArguments(save_dir=str(folder / "checkpoints"))
@@ -32,7 +32,7 @@ def test_a_resume_is_refused_with_the_version(spec: str, resume: bool | str, tmp
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_weights_load(spec: str) -> None:
+def test_weights_of_an_old_checkpoint_load(spec: str) -> None:
     path = old_checkpoints.FOLDER / spec / "checkpoints" / "checkpoint-000000004"
     ts.checkpointing.verify_checkpoint(path)
     state = ts.read_model(path)
@@ -55,7 +55,7 @@ def test_a_run_starts_from_old_weights(tmp_path: Path) -> None:
     assert trainer.global_steps_finished == 12
 
 
-def test_one_flipped_bit_of_an_old_file_is_damage(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_an_old_file_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     shutil.copytree(old_checkpoints.FOLDER / "sp" / "checkpoints" / "checkpoint-000000004", path)
     data = bytearray((path / "model.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""Return values of a step: the same forms train, are refused and reach the hooks alike under each backend string."""
+"""Return values of a step: under each backend string the same forms train, are refused and reach the hooks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train, weights
 from tests.helpers.specs import stacks_that_run_here
 
-single_process = pytest.mark.parametrize(
-    "spec", [spec for spec in stacks_that_run_here() if isinstance(spec, str) and spec.split("-")[0] == "sp"]
-)
+SPECS = [spec for spec in stacks_that_run_here() if isinstance(spec, str) and spec.split("-")[0] == "sp"]
+single_process = pytest.mark.parametrize("spec", SPECS)
 
 
 class Named(NamedTuple):
@@ -48,7 +47,7 @@ class Frozen:
 
 @dataclasses.dataclass
 class LikeModelOutput(OrderedDict[str, Any]):
-    """A dict and a dataclass, as transformers' `ModelOutput` is."""
+    """A dict and a dataclass, like `ModelOutput` of transformers."""
 
     loss: Any = None
     scores: Any = None
@@ -74,6 +73,15 @@ FORMS: dict[str, Any] = {
 }
 
 
+def forms_and_stacks(*complete: str) -> pytest.MarkDecorator:
+    """All forms for the stacks in `complete`, and two for the others; the rest is `long`."""
+    pairs = [(name, spec) for name in FORMS for spec in SPECS]
+    chosen = [name in ("tuple", "nested dataclass") or spec in complete for name, spec in pairs]
+    marks = [() if is_chosen else pytest.mark.long for is_chosen in chosen]
+    params = [pytest.param(*pair, marks=mark) for pair, mark in zip(pairs, marks, strict=True)]
+    return pytest.mark.parametrize(("name", "spec"), params)
+
+
 class Returns(Classifier):
     """`train_step` returns one of `FORMS`; `seen` describes the value that the hook got."""
 
@@ -91,7 +99,7 @@ class Returns(Classifier):
 
 
 def described(value: Any) -> Any:
-    """The structure of `value`: types, names and shapes, without the lengths that depend on how many were drawn."""
+    """The structure of `value`: types, names and shapes, without lengths, which are random in private runs."""
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape[1:])
     if isinstance(value, dict):
@@ -126,8 +134,7 @@ def skip_forms_that_apex_cannot_cast(name: str, spec: str) -> None:
         pytest.skip("apex casts outputs by type(value)(items), which a named tuple does not take")
 
 
-@single_process
-@pytest.mark.parametrize("name", FORMS)
+@forms_and_stacks("sp", "sp-dp")
 @pytest.mark.spec("FN-51")
 def test_each_form_trains_and_the_hook_gets_the_same_structure(name: str, spec: str, tmp_path: Path) -> None:
     skip_forms_that_apex_cannot_cast(name, spec)
@@ -168,7 +175,7 @@ def sp_refusal(name: str) -> str:
 
 @single_process
 @pytest.mark.parametrize("name", NO_LOSSES)
-def test_values_other_than_a_loss_are_refused_with_the_same_error(name: str, spec: str, tmp_path: Path) -> None:
+def test_a_step_without_a_loss_is_refused_alike_everywhere(name: str, spec: str, tmp_path: Path) -> None:
     message = refusal(NO_LOSSES[name], tmp_path, spec)
 
     assert message == sp_refusal(name)
@@ -182,9 +189,9 @@ def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
     assert "; a loss is one number. Return its mean over the batch: loss.mean()" in message
 
 
-@single_process
-@pytest.mark.parametrize("name", FORMS)
-def test_the_same_forms_give_a_loss_of_validation(name: str, spec: str) -> None:
+@pytest.mark.usefixtures("unprobed")
+@forms_and_stacks("sp")
+def test_each_form_gives_the_same_validation_loss(name: str, spec: str) -> None:
     skip_forms_that_apex_cannot_cast(name, spec)
     assert len(validation_losses("tensor", spec)) == 1
     assert validation_losses(name, spec) == validation_losses("tensor", spec)

@@ -1,4 +1,4 @@
-"""When `place` and `end_evaluation` are called, and that values come to the host by `read` alone."""
+"""The calls of `place` and `end_evaluation`, and of `read`, the only way of values to the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 
 class Notes(ts.AbstractTrainerBackendDecorator):
-    """Notes the calls of some verbs in their order, and how many tensors each `read` brings."""
+    """Records the calls of some verbs in order, and the number of tensors of each `read`."""
 
     def __init__(self, inner: ts.TrainerBackend) -> None:
         super().__init__(inner)
@@ -56,7 +56,7 @@ class Notes(ts.AbstractTrainerBackendDecorator):
 
 
 class Ordered(Classifier):
-    """Notes when its optimizers are made, and fails or stops in a validation batch if asked."""
+    """Records the creation of its optimizers, and can fail or stop in a validation batch."""
 
     def __init__(self, calls: list[str], **changes: Any) -> None:
         super().__init__(numbers(32), validate=True, **changes)
@@ -88,7 +88,7 @@ def test_the_module_is_placed_before_its_optimizers_are_made(tmp_path: Path) -> 
     assert stack.calls.count("place") == 1
 
 
-def test_a_stack_that_is_driven_alone_places_the_module() -> None:
+def test_a_stack_without_a_trainer_places_the_module() -> None:
     stack, module = stack_and_module()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     stack.init(ts.TrainerBackendArguments(model=module, optimizers=[optimizer]))
@@ -110,7 +110,7 @@ def test_place_moves_the_parameters_and_keeps_their_identity(spec: str) -> None:
     assert {p.device for p in module.parameters()} == {META}
 
 
-def test_the_end_of_an_evaluation_is_told_also_where_it_fails(tmp_path: Path) -> None:
+def test_a_failed_evaluation_calls_end_evaluation(tmp_path: Path) -> None:
     stack, module = stack_and_module()
     trainer = ts.Trainer(module, arguments(tmp_path), trainer_backend=stack)
     trainer.validate()
@@ -121,7 +121,7 @@ def test_the_end_of_an_evaluation_is_told_also_where_it_fails(tmp_path: Path) ->
     assert [call for call in stack.calls if call in ("begin", "end")] == ["begin", "end", "begin", "end"]
 
 
-def test_the_end_of_an_evaluation_is_told_also_where_it_is_broken_off(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_calls_end_evaluation(tmp_path: Path) -> None:
     stack, module = stack_and_module()
     trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=8), trainer_backend=stack)
     module.stop = True
@@ -132,16 +132,14 @@ def test_the_end_of_an_evaluation_is_told_also_where_it_is_broken_off(tmp_path: 
     assert [call for call in stack.calls if call in ("begin", "end")] == ["begin", "end"]
 
 
-def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_reach_the_host_through_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With skipping, validation and checkpoints: each conversion of a tensor into a number happens within `read`."""
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
     monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
     stack = Notes(ts.build_trainer_backend("sp"))
     saving = ts.DefaultCheckpointerArguments()
     module = Classifier(numbers(32), validate=True)
-    # The step log reads its digests of whole tensors by one checksum for each device.
+    # The step log copies checksums from the device without `read`.
     args = arguments(tmp_path, nonfinite="skip", log_every=2, checkpointer_args=saving, record="off")
     trainer = ts.Trainer(module, args, trainer_backend=stack)
     with reads_counted(monkeypatch) as counter:
@@ -156,7 +154,7 @@ def test_losses_norms_and_checks_come_to_the_host_by_read_alone(
 
 
 def uncounted(write: Any, counter: CountsReads) -> Any:
-    """`write`, whose reads do not count: files hold whole tensors, and samples that are hashed are on the host."""
+    """`write`, whose reads do not count: files have whole tensors, and hashed samples are on the host."""
 
     def written(*args: Any, **kwargs: Any) -> Any:
         before = counter.count

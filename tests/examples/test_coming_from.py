@@ -33,7 +33,7 @@ def test_there_is_a_page_for_each_library() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_hooks_callbacks_and_members_that_a_page_names_exist(page: Path) -> None:
+def test_hooks_callbacks_and_members_of_a_page_exist(page: Path) -> None:
     codes = list(ours(page))
     assert len(codes) > 30
     text = "\n".join(codes)

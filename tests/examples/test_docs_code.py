@@ -52,20 +52,20 @@ def test_the_code_of_a_page_runs_and_prints_its_output(page: Path, runner: Runne
 
 
 def links_of(page: Path) -> Iterator[tuple[Path, str]]:
-    """The file and the anchor, perhaps empty, of each link of a page that is not one to another site."""
+    """The file and the anchor, which may be empty, of each link of a page; without links to other sites."""
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     for found in LINK.finditer(text):
         yield (page.parent / found["target"] if found["target"] else page), found["anchor"] or ""
 
 
 def anchors_of(page: Path) -> set[str]:
-    """The anchors that a site makes of a page's headings; code and links in a heading count by their text."""
+    """The anchors of the headings of a page in the site; code and links in a heading count by their text."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
     return {slugify(re.sub(r"\]\(.*?\)|[`\[*]", "", heading), "-") for heading in headings}
 
 
-def test_links_from_a_page_lead_to_a_file_and_to_an_anchor_in_it() -> None:
-    """Also those of pages that are not part of the site, where `make docs` does not look."""
+def test_links_of_pages_have_files_and_anchors_as_targets() -> None:
+    """Also links of pages outside the site, which `make docs` does not check."""
     links = [(page, *link) for page in [*PAGES, *OUTSIDE] for link in links_of(page)]
     assert sum(bool(anchor) for *_, anchor in links) > 40
     dead = [

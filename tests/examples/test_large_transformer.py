@@ -1,4 +1,4 @@
-"""The example of a transformer that does not fit trains on two processes, and its export is a model of transformers."""
+"""The example of a sharded transformer trains on two processes and exports a model of transformers."""
 
 from __future__ import annotations
 

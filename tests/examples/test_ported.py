@@ -1,4 +1,4 @@
-"""The examples that are ported from other libraries train on real data, and have the announced results."""
+"""The examples that are ported from other libraries train on real data and reach the stated results."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ def test_a_module_written_for_pymarlin_trains_on_any_backend(backend: str) -> No
     trainer = example("pymarlin_cifar").main(backend)
     assert trainer.global_steps_finished == 4 * 45
     assert trainer.history.get_latest_metric("val/accuracy") > 80
-    assert not list(Path().rglob("checkpoint*")), "it asks for no checkpoints, and there are none"
+    assert not list(Path().rglob("checkpoint*")), "it turns checkpoints off"
 
 
 @pytest.mark.spec("PA-01", "PA-15", "PA-38")
-def test_a_pytorch_accelerated_script_trains_schedules_measures_and_keeps_the_best() -> None:
+def test_an_accelerated_script_trains_schedules_measures_and_keeps_the_best() -> None:
     trainer, tested = example("accelerated_metrics").main()
     assert tested["test/accuracy"] > 0.9
     assert {"test/precision", "test/recall", "test/loss"} <= tested.keys()
     rates = trainer.history.get_metric_values("lr")
-    assert max(rates) > 10 * rates[-1], "the cycle is that of the whole run: it rises and has come down"
+    assert max(rates) > 10 * rates[-1], "the cycle covers the whole run: the rate rises and falls"
     values = trainer.history.get_metric_values("val/accuracy")
     assert trainer.validate().metrics["val/accuracy"] == max(values), "the weights are the best, not the last"
     assert trainer.events.callbacks["CountsEpochs"].epochs == 6
 
 
 @pytest.mark.spec("FN-10", "FN-14", "FN-15", "FN-37", "FN-38")
-def test_a_fastnlp_script_calls_its_subscribers_at_their_times() -> None:
+def test_a_fastnlp_script_calls_subscribers_at_the_configured_times() -> None:
     trainer, notes = example("fastnlp_on").main()
     assert notes[0] == "lr 0.005"
     assert [note for note in notes if note.startswith("epoch")] == ["epoch 2", "epoch 5"]
@@ -65,7 +65,7 @@ def test_a_hezar_configuration_trains_saves_and_continues() -> None:
     trainer = example("hezar_config").main()
     steps = trainer.plan.total_steps
     accuracy = trainer.history.get_latest_metric("val/accuracy")
-    assert accuracy > 2 / 6, "six chapters, of which guessing the longest finds a fifth"
+    assert accuracy > 2 / 6, "six chapters, of which the longest has a fifth of the texts"
     logged = [record.step for record in trainer.history.records("train/loss")]
     assert logged[0] == -(-steps // 10), "a tenth of the steps, rounded up"
     assert len(logged) >= 9
@@ -77,7 +77,7 @@ def test_a_hezar_configuration_trains_saves_and_continues() -> None:
 
 
 @pytest.mark.spec("HZ-10")
-def test_the_same_configuration_trains_by_the_command_line_with_options_over_it(
+def test_the_command_line_trains_the_configuration_with_overriding_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--epochs", "1", "--module.optimizer", "sgd", "--progress", "none", "--output_dir", "elsewhere"]

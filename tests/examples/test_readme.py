@@ -1,4 +1,4 @@
-"""README: its script runs as pasted, its diffs apply, its addresses and its numbers are those of the project."""
+"""README: its script runs as pasted, its diffs apply, its addresses and numbers agree with the project."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def settings() -> tuple[str, str, dict[str, Any]]:
 
 
 def changed_by(diff: str, source: str) -> str:
-    """`source` with `diff` applied, whose lines begin with '+ ', '- ' or two blanks."""
+    """`source` after `diff`, whose lines begin with "+ ", "- " or two spaces."""
     kept = [line[2:] for line in diff.splitlines() if not line.startswith("+")]
     made = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
     before, after = "\n".join(kept) + "\n", "\n".join(made) + "\n"
@@ -77,14 +77,14 @@ def run(runner: Runner, source: str, folder: Path) -> str:
 
 
 def words_and_numbers(shown: str) -> tuple[list[str], list[float]]:
-    """The output of a run, without folders and times: the words, and the measured numbers."""
+    """The words and the measured numbers of an output, without folders and times."""
     shown = re.sub(r"runs/[\w./-]+", "RUN", shown)
     shown = re.sub(r"\b\d+\.\d+ s\b", "TIME", shown)
     return NUMBER.sub("NUMBER", shown).split(), [float(number) for number in NUMBER.findall(shown)]
 
 
-def test_the_script_runs_as_pasted_and_shows_the_output_of_readme(tmp_path: Path) -> None:
-    """In a terminal, where epochs are rows of a table, and no bar stays."""
+def test_the_script_runs_as_pasted_with_the_output_of_readme(tmp_path: Path) -> None:
+    """In a terminal, epochs are rows of a table, and the progress bar is removed."""
     assert SCRIPT.count("\n") < 20
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     screen = Screen(100)
@@ -93,7 +93,7 @@ def test_the_script_runs_as_pasted_and_shows_the_output_of_readme(tmp_path: Path
     words, numbers = words_and_numbers(says)
     printed, measured = words_and_numbers("\n".join(screen.lines))
     assert printed == words
-    assert measured == pytest.approx(numbers, rel=0.05)  # processors round otherwise
+    assert measured == pytest.approx(numbers, rel=0.05)  # other processors round differently
     rows = [line for line in screen.lines if re.match(r" *(epoch|\d/5) ", line)]
     assert len(rows) == 6
     assert len({row.find(" s") for row in rows[1:]}) == 1
@@ -113,8 +113,8 @@ def test_a_diff_that_trains_privately_states_epsilon(runner: Runner, tmp_path: P
 
 
 @pytest.mark.long
-def test_the_script_killed_and_started_again_ends_as_an_unbroken_run(tmp_path: Path) -> None:
-    """And so do two processes, as the second diff starts them."""
+def test_the_killed_and_restarted_script_ends_as_an_unbroken_run(tmp_path: Path) -> None:
+    """A run of two processes, started as in the second diff, ends with the same losses."""
     resuming = changed_by(DIFFS[0], SCRIPT)
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     changed = changed_by(DIFFS[1], "python train.py\n").split()
@@ -153,7 +153,7 @@ def test_the_addresses_are_those_of_pyproject() -> None:
     assert f"{site['repo_url']}/{site['edit_uri']}" == f"{project}/edit/main/docs/"
 
 
-def test_links_of_readme_are_absolute_and_lead_somewhere() -> None:
+def test_links_of_readme_are_absolute_and_have_targets() -> None:
     project, documentation, _ = settings()
     links = re.findall(r"\]\(([^)\s]*)\)", TEXT)
     assert links
@@ -187,7 +187,7 @@ def test_the_numbers_of_the_benefits_are_those_of_the_commands() -> None:
 
 
 def test_every_installation_has_one_of_two_forms() -> None:
-    """That of the index, and that of a clone, for scripts that are in no package."""
+    """Installation from the package index, or from a clone, for scripts outside the package."""
     wrong = [
         f"{path.name}: {line}"
         for path in [README, *sorted((ROOT / "docs").rglob("*.md"))]
@@ -201,7 +201,7 @@ def page(name: str) -> str:
     return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_the_first_screen_shows_a_picture_the_installation_and_code_in_this_order() -> None:
+def test_readme_begins_with_picture_installation_and_code() -> None:
     order = [
         TEXT.index(part) for part in (f"]({settings()[1]}images/{PICTURE.name})", "pip install trainstack", SCRIPT)
     ]
@@ -216,7 +216,7 @@ def test_the_home_page_has_the_same_script_and_picture() -> None:
     assert f"](images/{PICTURE.name})" in home.read_text(encoding="utf-8")
 
 
-def test_the_picture_shows_a_kill_and_a_resume_and_loads_nothing() -> None:
+def test_the_picture_shows_kill_and_resume_and_loads_nothing() -> None:
     picture = PICTURE.read_text(encoding="utf-8")
     shown = re.sub(r"&#160;|<[^>]*>", " ", picture)
     order = [shown.index(part) for part in ("$ python train.py", "Killed", "resumed", "5/5")]

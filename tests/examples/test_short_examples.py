@@ -1,4 +1,4 @@
-"""The examples without a test of their own train in a short form, and continue when they are run again."""
+"""Short runs of the examples that have no separate test; a second run continues the first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 @pytest.mark.processes
-def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path: Path) -> None:
+def test_the_transformer_learns_the_same_with_split_batches(tmp_path: Path) -> None:
     small = ("--width", "8", "--layers", "1", "--max-steps", "10", "--device", "cpu")
     whole = run(tmp_path, "characters.py", *small, "--output-dir", "whole")
     split = run(tmp_path, "characters.py", *small, "--output-dir", "split", "--micro-batch", "8")
@@ -40,18 +40,20 @@ def test_the_transformer_learns_the_same_however_its_batches_are_split(tmp_path:
     assert "1 process x 4 micro-batches x 8" in split
     losses = [losses_of(tmp_path / folder) for folder in ("whole", "split")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert 4 < float(re.search(r"^([\d.]+) bits a character", whole, re.M)[1]) < 7, "any of 128 would have 7"
+    assert 4 < float(re.search(r"^([\d.]+) bits a character", whole, re.M)[1]) < 7, (
+        "a uniform choice of 128 characters has 7"
+    )
 
 
 @pytest.mark.processes
-def test_a_run_at_an_address(tmp_path: Path) -> None:
+def test_a_run_at_an_address_is_uploaded(tmp_path: Path) -> None:
     said = run(tmp_path, "remote.py", "memory://bucket/line", "--local-dir", "copy", "--epochs", "1")
     assert "uploaded: memory://bucket/line" in said
     assert (tmp_path / "copy" / "checkpoints" / "last").is_file()
 
 
 @pytest.mark.processes
-def test_two_tasks_are_learned_by_two_optimizers_and_evaluated_by_name(tmp_path: Path) -> None:
+def test_two_optimizers_learn_two_tasks_that_are_evaluated_by_name(tmp_path: Path) -> None:
     said = run(tmp_path, "multitask.py", "--epochs", "2", "--device", "cpu")
     epochs = [line for line in said.splitlines() if line.startswith("epoch=2/2")]
     assert len(epochs) == 1
@@ -129,11 +131,11 @@ def test_a_replay_has_the_same_bits_and_another_finds_the_edit(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_example_has_a_page_that_shows_it_and_how_to_run_it(name: str) -> None:
+def test_each_example_has_a_page_with_code_and_command(name: str) -> None:
     page = (ROOT / "docs" / "examples" / f"{name}.md").read_text(encoding="utf-8")
     assert f'--8<-- "{name}.py"' in page
     script = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
     commands = re.findall(rf"^(?:python|torchrun --nproc-per-node=\d+) examples/{name}\.py(.*)$", page, re.M)
     assert commands
     for option in re.findall(r"--[a-z-]+", " ".join(commands)):
-        assert f'"{option}"' in script, f"{name}.md runs it with {option}, which it does not have"
+        assert f'"{option}"' in script, f"{name}.md runs it with {option}, which the script lacks"

@@ -128,7 +128,7 @@ def test_a_pinned_buffer_may_be_refilled(tmp_path: Path) -> None:
 
 
 @on_gpu
-def test_outputs_of_an_evaluation_are_those_of_the_cpu_and_are_fetched_together(tmp_path: Path) -> None:
+def test_evaluation_outputs_equal_the_cpu_and_are_fetched_together(tmp_path: Path) -> None:
     class Predicts(Classifier):
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return {"rows": batch[0] * 2, "label": batch[1], "one": batch[0].sum().bfloat16()}
@@ -209,7 +209,9 @@ class Watched(Classifier):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize(("backend", "expected"), [("sp", 0), ("sp-bf16", 0), ("sp-amp", 1)])
-def test_waits_of_a_step(backend: str, expected: int, optimizers: int, fused: bool, tmp_path: Path) -> None:
+def test_only_amp_waits_for_the_device_in_a_step(
+    backend: str, expected: int, optimizers: int, fused: bool, tmp_path: Path
+) -> None:
     module = Watched(optimizers, fused)
     with warnings.catch_warnings(record=True) as module.waits:
         warnings.simplefilter("always")
@@ -267,7 +269,7 @@ def test_a_hook_gets_the_outputs_of_replayed_graphs(tmp_path: Path) -> None:
 
 
 @on_gpu
-def test_tf32_is_used_if_it_is_asked_for(tmp_path: Path) -> None:
+def test_tf32_is_used_on_request(tmp_path: Path) -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs a device with TF32")
     factors = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -301,7 +303,7 @@ def test_two_gpus_train_alike(synchronized: bool) -> None:
 @on_gpu
 @on_two
 @pytest.mark.distributed
-def test_no_rank_makes_a_step_with_gradients_that_were_not_summed() -> None:
+def test_no_rank_steps_with_gradients_that_were_not_reduced() -> None:
     """A rank fails while another one waits for its gradients in nccl. Its kernels return when the group is aborted."""
     for _ in range(20):
         one, other = run_world(2, workers.failure, fresh=True, timeout=120)
@@ -313,7 +315,7 @@ def test_no_rank_makes_a_step_with_gradients_that_were_not_summed() -> None:
 
 
 @on_mac
-def test_a_run_on_mps(tmp_path: Path) -> None:
+def test_a_run_on_mps_equals_one_on_the_cpu(tmp_path: Path) -> None:
     module = Classifier(numbers(40), validate=True, scheduler=True)
     saving = ts.DefaultCheckpointerArguments()
     trainer = train(module, tmp_path, device="mps", log_every=2, clip_grads=False, checkpointer_args=saving)

@@ -39,7 +39,7 @@ def test_apex_takes_the_arguments_of_the_layer() -> None:
     assert list(inspect.signature(amp.load_state_dict).parameters) == ["state_dict"]
 
 
-def test_the_model_is_as_the_opt_level_says(tmp_path: Path) -> None:
+def test_the_dtypes_are_those_of_the_opt_level(tmp_path: Path) -> None:
     module = Notes(numbers(16))
     trainer = run(module, tmp_path)
     kept = trainer.trainer_backend.get_state()["amp-apex"]
@@ -92,7 +92,7 @@ def by_hand(module: Classifier, kind: str, steps: int) -> None:
 
 
 @only_scaled
-def test_an_overflow_halves_the_scale_and_everything_waits(tmp_path: Path) -> None:
+def test_an_overflow_halves_the_scale_and_skips_everything(tmp_path: Path) -> None:
     """Only one of two optimizers has a gradient that is inf; neither moves, nor does the schedule."""
     module, norms = Overflows(), []
     stack = ts.build_trainer_backend("sp-amp-apex")
@@ -114,16 +114,16 @@ def test_an_overflow_halves_the_scale_and_everything_waits(tmp_path: Path) -> No
 
 
 @only_scaled
-def test_the_default_scale_of_apex(tmp_path: Path) -> None:
-    """O2 computes the loss in float16 here; a gradient of 65536 is none, so that the first step is left out."""
+def test_the_default_scale_is_that_of_apex(tmp_path: Path) -> None:
+    """O2 computes the loss in float16 here; a gradient of 65536 overflows, so the first step is skipped."""
     trainer = run(Classifier(numbers(16)), tmp_path, backend_options={"amp_apex": {"max_loss_scale": 2.0**24}})
 
     assert trainer.state.skipped_steps == (1 if LEVEL == "O2" else 0)
     assert scaler_of(trainer)["loss_scale"] == (2.0**15 if LEVEL == "O2" else 2.0**16)
 
 
-def test_a_step_left_out_leaves_no_gradient_behind(tmp_path: Path) -> None:
-    """The loss of the second step is inf and its gradient is not, so apex has nothing against the step."""
+def test_a_skipped_step_keeps_no_gradient(tmp_path: Path) -> None:
+    """The loss of the second step is inf and its gradient is finite, so apex does not skip the step."""
     left_out, empty = LossIsInf(numbers(32)), SecondIsEmpty(numbers(32))
     one = run(left_out, tmp_path, nonfinite="skip")
     other = run(empty, tmp_path)
@@ -132,7 +132,7 @@ def test_a_step_left_out_leaves_no_gradient_behind(tmp_path: Path) -> None:
     assert one.state.skipped_steps == other.state.skipped_steps == 1
 
 
-def test_a_last_micro_batch_without_items_does_not_keep_gradients_scaled(tmp_path: Path) -> None:
+def test_an_empty_last_micro_batch_leaves_no_scaled_gradients(tmp_path: Path) -> None:
     made: dict[str, Any] = {"gpu_batch_size_limit": 4, "clip_grads": False}
     module, reference = EverySecondIsEmpty(numbers(32)), EverySecondIsEmpty(numbers(32))
     run(module, tmp_path, **made)
@@ -161,7 +161,7 @@ def test_validation_uses_the_weights_as_they_are(tmp_path: Path) -> None:
     assert not torch.equal(before, trainer.validate()["default"][0])
 
 
-def test_one_initialize_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_initialize_in_a_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(Classifier(numbers(16)), tmp_path)
     monkeypatch.setattr(layer, "_check_not_initialized", refuse_second_initialize)
 

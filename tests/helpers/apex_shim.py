@@ -1,8 +1,8 @@
 """The real `apex.amp` without a GPU: patches that make it run, and the reset to the state of a new process.
 
-`pip` puts an old Python-only apex into a folder that git ignores, checked by its hash. It asks where tensors lie and
-wants CUDA's answer; the shim makes CPU tensors give it. All else is apex's own code with real float16 arithmetic. The
-shim changes torch for its whole process, so it is only ever installed in one that was started for that.
+`pip` puts an old Python-only apex into a folder that git ignores, checked by its hash. apex checks the types of tensors
+and accepts those of CUDA; the shim makes CPU tensors report them. All other code is apex's, with real float16
+arithmetic. The shim changes torch for its whole process, so only a process that was started for it may install it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def get_wheel(into: Path) -> str:
 
 
 def install(wheel: Path) -> None:
-    """Make `apex` importable, and CPU tensors answer as CUDA's, in this process for good."""
+    """Make `apex` importable, and CPU tensors report the types of CUDA, for the rest of this process."""
     import torch
 
     sys.path.insert(0, str(wheel))
@@ -69,7 +69,7 @@ def install(wheel: Path) -> None:
 
 
 def forget() -> None:
-    """Bring apex's state, and the functions of torch that O1 replaced, back to where a new process has them."""
+    """Reset apex's state, and the functions of torch that O1 replaced, to those of a new process."""
     from apex.amp._amp_state import AmpState, _amp_state
 
     if hasattr(_amp_state, "handle"):

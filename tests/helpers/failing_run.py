@@ -1,7 +1,7 @@
 """A training over two ranks of which one fails: `-m tests.helpers.failing_run FOLDER HOW WHERE CULPRIT`.
 
 Each rank writes its process number at its start, and the culprit the time at which it fails. `measure` starts such a
-run under one of three launchers and says how long the other rank lived on.
+run under one of three launchers and returns how long the other rank continued.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Odd(Exception):
 
 
 class Base(BaseException):
-    """No `Exception`."""
+    """Not an `Exception`."""
 
 
 def fail(how: str) -> None:
@@ -170,7 +170,7 @@ def _is_running(pid: int) -> bool:
 def measure(folder: Path, launcher: str, how: str, where: str, culprit: int, port: int, limit: float) -> dict[str, Any]:
     """Seconds from the failure until the other rank had ended, and until all had; and the output.
 
-    Both are None where the limit was over, and -1 where the run ended without the failure.
+    Both are None if the limit expired, and -1 if the run ended without the failure.
 
     Args:
         folder: an empty one.

@@ -16,7 +16,7 @@ _global_steps_seen = 0
 
 
 class Slow(Classifier):
-    """Long enough to be killed in between; the loss of each step is multiplied by `factor()`."""
+    """Slow enough to be killed within a run; the loss of each step is multiplied by `factor()`."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         time.sleep(0.01)
@@ -27,7 +27,7 @@ class Slow(Classifier):
 
 
 class Forgets(Slow):
-    """Counts, and has nothing of it in the checkpoint."""
+    """Counts steps, and does not store the count in the checkpoint."""
 
     seen = 0
 

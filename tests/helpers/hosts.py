@@ -39,7 +39,7 @@ class Hosts:
 
     Args:
         count: the number of hosts.
-        own_address: to which the name of each host leads on that host; None for its right address.
+        own_address: to which the name of each host resolves on that host; None for its correct address.
     """
 
     def __init__(self, count: int, own_address: str | None = None) -> None:
@@ -54,7 +54,7 @@ class Hosts:
             self._add(number, own_address or f"10.77.0.{number + 1}")
 
     def name(self, number: int) -> str:
-        """The name space of a host."""
+        """The network namespace of a host."""
         return f"{self._tag}h{number}"
 
     def _add(self, number: int, own_address: str) -> None:
@@ -95,19 +95,19 @@ class Hosts:
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = [sys.executable, "-m", "tests.helpers.rank_process"]
+            command = [sys.executable, "-m", "tools.ranks.process"]
             command += [name_of(function), json.dumps({**options, "folder": str(folder)}), str(folder)]
             self.ranks.append(self.call(number, command, environment, folder / f"{number}.stderr"))
 
     def call(self, number: int, command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a command on a host; all that it prints goes to the end of a file."""
+        """Start a command on a host; its output is appended to a file."""
         prefix = ["ip", "netns", "exec", self.name(number), "unshare", "-u", "sh", "-c"]
         prefix += [f'hostname host{number}; exec "$@"', "sh"]
         with log.open("ab") as file:
             return subprocess.Popen([*prefix, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
 
     def lose(self, number: int) -> None:
-        """Cut a host off, and kill all that runs on it, of which the others hear nothing."""
+        """Cut a host off and kill its processes; the other hosts get no message."""
         self.pull(number)
         found = subprocess.run(["ip", "netns", "pids", self.name(number)], capture_output=True, text=True, check=True)
         for process in found.stdout.split():

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Hub:
-    """Attributes: repositories as they were made, files by name, commits, tokens that came."""
+    """Attributes: requests for repositories, files by name, commits, tokens of requests."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -86,7 +86,7 @@ def running_hub() -> Iterator[Hub]:
             return b"".join(parts)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing."""
+            """Logs nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import trainstack as ts
 from trainstack import ranks
+from trainstack.launching import worker
 
 
 def rank() -> int:
@@ -44,7 +45,7 @@ def train_and_leave_carelessly(offset: int) -> dict[str, Any]:
 
 
 def raise_in_rank_1(pids: Path) -> None:
-    """Rank 0 hears no SIGTERM, as if it were stuck in a collective."""
+    """Rank 0 ignores SIGTERM, as if it were stuck in a collective."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (pids / str(os.getpid())).touch()
     dist.init_process_group("gloo")
@@ -69,7 +70,7 @@ def abort_at_exit(calls: Path) -> int:
 
 
 def hang() -> None:
-    """Each rank in another way."""
+    """Hang in a different way on each rank."""
     if rank() == 0:
         time.sleep(600)
     if rank() == 1:
@@ -136,7 +137,7 @@ def ranks_and_order(folder: Path) -> dict[str, Any]:
         said["first here"] = first
     said["main raises"] = caught(0)
     said["rank 1 raises"] = caught(1)
-    with ts.main_process_first() as first:  # and it works again afterwards
+    with ts.main_process_first() as first:  # it works again after errors
         said["first"] = first
     said["exchange"] = ranks.exchange("test", f"text of {rank()}")
     said["exchange of a returned host"] = exchange_with_a_returned_host()
@@ -163,10 +164,11 @@ def caught(who: int) -> str | None:
     return None
 
 
-def train_in_the_default_folder() -> tuple[str, int]:
-    """A training that is killed in its third step at the first start, and continues at the second."""
+def train_in_the_default_folder(directory: str, *, is_killed: bool) -> tuple[str, int]:
+    """A training in a folder below `directory`, whose rank 0 is killed after the third step if `is_killed`."""
     from tests.helpers.modules import Classifier, numbers
 
+    os.chdir(directory)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     args = ts.TrainerArguments(
         train_batch_size=8, epochs=2, log_every=1, progress="none", backend="ddp", resume="auto", writers=["csv"],
@@ -176,10 +178,26 @@ def train_in_the_default_folder() -> tuple[str, int]:
 
     @trainer.on(ts.Event.TRAIN_STEP_END)
     def kill(_: ts.Trainer, step: int) -> None:
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.state.global_step == 3 and rank() == 0:
+        if is_killed and trainer.state.global_step == 3 and rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.train()
     found = str(trainer.output_dir), trainer.state.global_step
     trainer.close()
     return found
+
+
+class WorkHere:
+    """`worker.work` in the environment of the calling process, for processes that another one forks."""
+
+    __name__ = "work"  # torch reads it
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.environment = environment
+
+    def __reduce__(self) -> Any:
+        return WorkHere, (dict(os.environ),)
+
+    def __call__(self, call: bytes, output: str) -> None:
+        os.environ.update(self.environment or {})
+        worker.work(call, output)

@@ -96,7 +96,7 @@ class Classifier(ts.ModuleInterface):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        torch.rand(3), np.random.rand(), random.random()  # validation may draw; training must not notice
+        torch.rand(3), np.random.rand(), random.random()  # validation may draw, without an effect on training
         outputs = self.net(batch[0])
         return nn.functional.cross_entropy(outputs, batch[1]), outputs.argmax(1)
 

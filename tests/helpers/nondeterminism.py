@@ -111,7 +111,7 @@ class Optimizer(Good):
 
 
 class Order(Good):
-    """Depends on the order of a set, which is another one in a process with other hashes."""
+    """Depends on the order of a set, which depends on the hash seed of the process."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         order = sum(position * len(name) for position, name in enumerate({"a", "bb", "ccc", "dddd", "eeeee", "f" * 6}))

@@ -39,7 +39,7 @@ _SEEN: WeakKeyDictionary[Recording, list[Tensor]] = WeakKeyDictionary()
 
 
 class Recording(torch.optim.SGD):
-    """Remembers every gradient that it was given."""
+    """Keeps every gradient that it gets."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -108,12 +108,12 @@ def by_hand(records: int = 41, batch: int = 8, epochs: int = 2, seed: int = SEED
 
 
 def counts(records: int, rate: float, steps: Sequence[int], seed: int = SEED) -> list[int]:
-    """How many records the steps of a run with a debug seed draw."""
+    """The numbers of records that the steps of a run with a debug seed draw."""
     return [int((np.random.default_rng([seed, step, 0]).random(records) < rate).sum()) for step in steps]
 
 
 class Shaped(ts.ModuleInterface):
-    """One of `private_shapes` over its data, of which `order` tells the records."""
+    """One of `private_shapes` over its data, of which `order` selects the records."""
 
     def __init__(self, shape: nn.Module, data: Any, order: Sequence[int]) -> None:
         super().__init__()

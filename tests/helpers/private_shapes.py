@@ -1,4 +1,4 @@
-"""Modules that use their parameters in every way that per-record gradients can go wrong on, and a reference."""
+"""Modules with uses of parameters for which per-record gradients may be wrong, and a reference."""
 
 from __future__ import annotations
 

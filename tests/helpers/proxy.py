@@ -1,4 +1,4 @@
-"""A TCP proxy that can stop to forward, as a network that is cut does: connections stay open, and nothing comes."""
+"""A TCP proxy that can stop forwarding, like an interrupted network: connections stay open, and no data arrives."""
 
 from __future__ import annotations
 

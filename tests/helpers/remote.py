@@ -16,7 +16,7 @@ WRITES = ("put", "upload", "put_new", "delete")
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, fails: Callable[[str, tuple[Any, ...]], bool]) -> None:
-    """Let each write of a store for which `fails(name, arguments)` is true raise as a network does."""
+    """Make each write of a store for which `fails(name, arguments)` is true raise like a lost connection."""
     for name in WRITES:
         real = getattr(ObjectStore, name)
 
@@ -40,7 +40,7 @@ def places(address: str) -> list[str]:
 
 
 def check_all_intact(address: str, folder: Path) -> int:
-    """Download and verify all that the store takes for a checkpoint; how many there are."""
+    """Download and verify each entry of the store; returns their number."""
     found = listing(address)
     assert not found.broken
     for number, key in enumerate(found.entries):

@@ -1,11 +1,14 @@
-"""Running programs in forks of a process that has imported torch, which saves seconds in each."""
+"""Run programs in forks of a process that has imported torch, which saves seconds for each."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.processes import run_world
 from tests.helpers.workers.scripts import run_program
@@ -16,10 +19,10 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """The result of `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
 
-    For programs of which it does not matter that torch and trainstack have been imported.
+    For programs that work the same if torch and trainstack are imported already.
 
     Args:
-        arguments: a script or `-c` and code, after `-W error` perhaps, and the program's arguments.
+        arguments: a script or `-c` and code, optionally after `-W error`, and the program's arguments.
         cwd, env: as of `subprocess.run`.
         timeout: in seconds, on an idle machine.
     """
@@ -30,3 +33,19 @@ def run_python(
         )
         printed, said = (Path(folder, str(number)).read_text() for number in (1, 2))
         return subprocess.CompletedProcess([*arguments], code, printed, said)
+
+
+def start_python(*arguments: str, **options: Any) -> Future[subprocess.CompletedProcess[str]]:
+    """`run_python` in a thread, for tests that send signals to the program. Wait for its end before the next call."""
+    threads = ThreadPoolExecutor(1)
+    result = threads.submit(run_python, *arguments, **options)
+    threads.shutdown(wait=False)
+    return result
+
+
+def wait_for_pid(path: Path, program: Future[subprocess.CompletedProcess[str]]) -> int:
+    """The process id that a started program writes to `path`."""
+    while not (path.exists() and (text := path.read_text())):
+        assert not program.done(), program.result().stderr
+        time.sleep(0.005)
+    return int(text)

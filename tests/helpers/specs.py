@@ -1,4 +1,4 @@
-"""The backend strings that a test runs through: every legal one, those marked that cannot run in this process."""
+"""The backend strings of a test: every legal one, with a skip mark if it cannot run in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEEDS_APEX = "needs NVIDIA apex and a GPU (tests/backends/test_apex.py runs this
 
 
 def stacks_that_run_here(*, trainer: bool = True) -> list[Any]:
-    """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors answer as CUDA's.
+    """Every legal string; those with apex are skipped, unless apex's shim makes CPU tensors report the types of CUDA.
 
     Without `trainer`, none that draws records or shards the module before optimizers exist.
     """

@@ -1,4 +1,4 @@
-"""A run over processes that can be told to stop. A launcher runs `-m tests.helpers.stop_run FOLDER OPTIONS`.
+"""A run over processes that can be stopped. A launcher runs `-m tests.helpers.stop_run FOLDER OPTIONS`.
 
 Each process leaves `<FOLDER>/<rank>.json` at each kind of end.
 """
@@ -22,7 +22,7 @@ from tests.helpers.resume_run import exact
 
 
 def rank() -> int:
-    """Of this process; not yet known when a process that `launch` has started imports this file."""
+    """The rank of this process; it is unknown when a process of `launch` imports this file."""
     return int(os.environ["RANK"])
 
 
@@ -70,7 +70,7 @@ def main(folder: Path, at: Any = None, ranks: tuple[int, ...] = (), pace: float 
         new = folder / f"{rank()}.new"
         new.write_text(json.dumps(left))
         new.replace(folder / f"{rank()}.json")
-        time.sleep(0.05)  # gloo may abort a process that goes straight to its exit
+        time.sleep(0.05)  # gloo may abort a process that exits at once
 
 
 if __name__ == "__main__":

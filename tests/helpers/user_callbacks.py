@@ -129,7 +129,7 @@ def user_callbacks(directory: str) -> dict[str, Any]:
 
 
 def calls_over_processes(directory: str) -> dict[str, Any]:
-    """Ask for calls at steps, which validate and save, in a world."""
+    """Request calls at steps, which validate and save, on several ranks."""
     called: list[int] = []
 
     def look(trainer: ts.Trainer) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ import trainstack as ts
 from tests.helpers import launched, torchrun_script
 from tests.helpers.patience import patience
 from tests.helpers.processes import free_port
+from tools.kills.__main__ import preloaded
+from trainstack.launching import agent
 from trainstack.launching import launch as launching
 from trainstack.launching.options import check_options
 from trainstack.launching.watchdog import WorkerWatchdog, launch_error
@@ -50,6 +53,15 @@ def no_file_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     assert left == []
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork processes from one that has imported torch, in tests of neither the imports nor the output."""
+    preloaded()
+    configure = launching._config
+    monkeypatch.setattr(launching, "_config", lambda *given: replace(configure(*given), start_method="forkserver"))
+    monkeypatch.setattr(agent, "work", launched.WorkHere())
+
+
 def surroundings() -> dict[str, Any]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     return {
@@ -62,7 +74,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def launch(fn: Callable[..., Any], *args: Any, **changes: Any) -> list[Any]:
-    """`ts.launch` of two processes, which leaves everything as it was, whether it returns or raises."""
+    """`ts.launch` of two processes, with a check that the surroundings are the same afterwards, also after an error."""
     before = surroundings()
     try:
         return ts.launch(fn, *args, **{"nproc": 2, "timeout_s": patience(20), **changes})
@@ -72,7 +84,7 @@ def launch(fn: Callable[..., Any], *args: Any, **changes: Any) -> list[Any]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it runs; a zombie that its parent has not yet buried does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -109,8 +121,9 @@ def script(folder: Path, text: str) -> subprocess.Popen[str]:
 # --- launch
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.spec("FN-05")
-def test_results_come_back_by_rank_however_the_processes_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_have_rank_order_for_any_exit_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
     results = launch(launched.train_and_leave_carelessly, 5, env={"GIVEN": "by env"})
@@ -124,7 +137,7 @@ def test_results_come_back_by_rank_however_the_processes_exit(monkeypatch: pytes
         assert not is_running(result["pid"])
 
 
-def test_a_rank_that_raises_ends_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_raises_ends_all_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     start = time.monotonic()
@@ -137,9 +150,10 @@ def test_a_rank_that_raises_ends_all(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "launching/worker.py" not in caught.value.child_traceback
     assert len(list(pids.iterdir())) == 2
     assert not any(is_running(int(path.name)) for path in pids.iterdir())
-    assert capfd.readouterr().err == ""  # it is said once, by the error
+    assert capfd.readouterr().err == ""  # only the error shows the traceback
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_is_killed_is_named() -> None:
     with pytest.raises(ts.LaunchError, match=r"rank 1 \(process \d+\) was ended by SIGKILL") as caught:
         launch(launched.kill_rank_1)
@@ -170,20 +184,23 @@ def test_a_rank_that_leaves_with_exit_code_0_is_named(tmp_path: Path) -> None:
     assert "was ended by SIGKILL" in str(launch_error("fn", tmp_path, failed, None, watch, ""))
 
 
-def test_a_process_that_aborts_after_its_work_has_done_its_work(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked")
+def test_an_abort_after_the_function_is_not_an_error(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     calls.mkdir()
     assert launch(launched.abort_at_exit, calls, max_restarts=1) == [0, 1]
     assert sorted(path.name for path in calls.iterdir()) == ["0-0", "1-0"]
 
 
-def test_killed_twice_and_restarted(caplog: pytest.LogCaptureFixture) -> None:
-    """The second restart is the one that hangs on torch's own: its store keeps the keys of dead processes."""
+@pytest.mark.usefixtures("forked")
+def test_ranks_that_are_killed_twice_restart(caplog: pytest.LogCaptureFixture) -> None:
+    """torch alone hangs at the second restart, because its store keeps the keys of ended processes."""
     assert launch(launched.fall_twice, max_restarts=2) == [(2, 2.0), (2, 2.0)]
     told = [record.getMessage() for record in caplog.records if record.name.startswith("trainstack")]
     assert [text[:30] for text in told] == ["launch(fall_twice): restart 1.", "launch(fall_twice): restart 2."]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
@@ -193,10 +210,9 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert not any(is_running(int(path.name)) for path in pids.iterdir())
 
 
-def test_an_agent_that_waits_for_the_rendezvous_store_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request to the store of a lost host has no time limit (H-7)."""
+@pytest.mark.usefixtures("forked")
+def test_a_rendezvous_store_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request to the store of a lost host has no time limit."""
     called, lasts = threading.Event(), threading.Event()
 
     def num_nodes_waiting(self: Any) -> int:
@@ -219,7 +235,7 @@ def test_an_agent_that_waits_for_the_rendezvous_store_is_given_up(
 
 
 def release(lasts: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an agent that was given up come to its end, without torch's log lines about it."""
+    """Let an abandoned agent end, without torch's log lines about it."""
     for name in launching._LOGS_OF_FAILURE:
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     lasts.set()
@@ -229,7 +245,7 @@ def release(lasts: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_an_agent_that_does_not_notice_the_end_of_its_processes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lasts = threading.Event()
     monkeypatch.setattr(MultiprocessContext, "_poll", lambda self: lasts.wait())
     monkeypatch.setattr(launching, "_SPARE_S", 1.0)
@@ -241,7 +257,7 @@ def test_an_agent_that_does_not_notice_the_end_of_its_processes_is_given_up(monk
 
 
 @pytest.mark.long
-def test_each_process_is_named_with_its_place_when_the_time_is_over(tmp_path: Path) -> None:
+def test_a_timeout_shows_the_line_of_each_rank(tmp_path: Path) -> None:
     with pytest.raises(ts.LaunchError, match="still running after timeout_s=") as caught:
         launch(launched.hang, nproc=3, timeout_s=patience(4), grace_s=1)
     said = str(caught.value)
@@ -271,16 +287,18 @@ else:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["before", "after", "all"])
-def test_killed_at_other_moments_and_restarted(how: str) -> None:
+def test_ranks_killed_at_other_moments_restart(how: str) -> None:
     assert launch(launched.fall_twice, how, max_restarts=2) == [(2, 2.0), (2, 2.0)]
 
 
 @pytest.mark.spec("FN-25")
 @pytest.mark.parametrize(
     ("mode", "out", "err"),
-    [("only_error", {0}, {0, 1}), ("ignore", {0}, {0})],
+    [("only_error", {0}, {0, 1}), pytest.param("ignore", {0}, {0}, marks=pytest.mark.long)],
 )
-def test_output(mode: str, out: set[int], err: set[int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_output_selects_the_printed_ranks(
+    mode: str, out: set[int], err: set[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     launch(launched.talk, rank_output=mode)
     seen = capfd.readouterr()
     for rank in (0, 1):
@@ -290,7 +308,7 @@ def test_output(mode: str, out: set[int], err: set[int], capfd: pytest.CaptureFi
 
 
 @pytest.mark.spec("FN-25")
-def test_output_to_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_output_may_be_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     launch(launched.talk, rank_output=tmp_path / "logs")
     assert capfd.readouterr() == ("", "")
     for rank in (0, 1):
@@ -301,14 +319,15 @@ def test_output_to_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert (tmp_path / "logs" / f"{rank}_err.log").read_text() == f"err of {rank}\n"
 
 
-def test_a_machine_whose_host_does_not_come_gives_up_in_time() -> None:
+def test_a_missing_host_is_an_error_within_the_timeout() -> None:
     began = time.monotonic()
     with pytest.raises(ts.LaunchError, match="timeout_s=2"):
         launch(launched.talk, nnodes=2, node_rank=1, rdzv_endpoint=f"127.0.0.1:{free_port()}", timeout_s=2)
-    assert time.monotonic() - began < 55  # torch's own patience is 60 seconds, up to twice
+    assert time.monotonic() - began < 55  # torch alone waits for up to 120 s
 
 
-def test_exit_codes_and_results_that_do_not_travel(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked")
+def test_exit_codes_and_results_without_pickle_are_errors(tmp_path: Path) -> None:
     assert launch(launched.leave_by_exit, None, nproc=1) == [None]
     with pytest.raises(ts.LaunchError, match="rank 0 raised SystemExit: 3") as caught:
         launch(launched.leave_by_exit, 3, nproc=1)
@@ -341,7 +360,7 @@ if __name__ == "__main__":
     assert not any(is_running(int(path.name)) for path in (tmp_path / "pids").iterdir())
 
 
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+def test_the_error_suggests_a_guard_for_a_script(tmp_path: Path) -> None:
     process = script(tmp_path, "import time, trainstack\nprint(trainstack.launch(time.sleep, 0, nproc=1))\n")
     printed = finish(process)
     assert process.returncode == 1
@@ -353,7 +372,7 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 # --- launch, arguments
 
 
-def test_a_function_that_cannot_be_pickled_is_refused_before_anything_starts() -> None:
+def test_a_function_that_cannot_be_pickled_is_refused() -> None:
     def inner() -> None: ...
 
     for fn in (inner, lambda: None, functools.partial(launched.talk, inner)):
@@ -374,7 +393,7 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="here the number of accelerators is taken")
-def test_the_number_of_processes_is_not_guessed() -> None:
+def test_launch_needs_a_number_of_processes() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Write launch\(fn, nproc=2\)"):
         launch(launched.talk, nproc=None)
 
@@ -398,7 +417,7 @@ def test_the_number_of_processes_is_not_guessed() -> None:
         ({"rank_output": "onlyerror"}, "rank_output='onlyerror': write one of 'only_error'"),
     ],
 )
-def test_wrong_arguments(changes: dict[str, Any], sentence: str) -> None:
+def test_wrong_arguments_are_refused_with_a_correction(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         launch(launched.talk, **changes)
 
@@ -411,7 +430,7 @@ def test_any_other_word_names_a_folder_of_outputs(tmp_path: Path, monkeypatch: p
     assert {path.name for path in tmp_path.iterdir()} >= {"logs", "onlyerror", "errors", "all"}
 
 
-def test_a_variable_that_no_system_takes_leaves_nothing_behind() -> None:
+def test_an_invalid_environment_variable_leaves_no_trace() -> None:
     with pytest.raises(ValueError, match="variable name"):
         launch(launched.talk, env={"TRAINSTACK_TEST": "1", "A=B": "2"})
 
@@ -429,7 +448,7 @@ def reports(folder: Path) -> dict[int, dict[str, Any]]:
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def test_torchrun_with_two_restarts(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_restart_twice(tmp_path: Path) -> None:
     process = torchrun(
         "--standalone", "--nproc-per-node=2", "--max-restarts=2", torchrun_script.__file__, str(tmp_path), "2"
     )
@@ -444,8 +463,8 @@ def test_torchrun_with_two_restarts(tmp_path: Path) -> None:
         assert report["total"] == 3
 
 
-def test_two_agents_of_torchrun(tmp_path: Path) -> None:
-    """Two machines, as far as one machine can show: they share the disk, and the loopback device is the network."""
+def test_two_agents_of_torchrun_form_one_world(tmp_path: Path) -> None:
+    """Two agents on one machine replace two machines: they share the disk, and use the loopback device."""
     endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     meeting = ("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=7", endpoint)
     local = "--local-addr=127.0.0.1"
@@ -461,7 +480,7 @@ def test_two_agents_of_torchrun(tmp_path: Path) -> None:
             assert (place["node_rank"], place["local_size"]) == (rank // 2, 2)
 
 
-def test_launch_on_two_machines(tmp_path: Path) -> None:
+def test_two_calls_of_launch_form_one_world(tmp_path: Path) -> None:
     text = """
 import sys, trainstack
 from tests.helpers.launched import train_and_leave_carelessly
@@ -493,7 +512,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.spec("F119", "PA-25", "PA-41")
-def test_values_that_depend_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_functions_for_ranks_work_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     main, other = launch(launched.ranks_and_order, tmp_path, rank_output="all")
     assert (main["before"], main["after"]) == ("before in 0", "after in 0")
     assert (other["before"], other["after"]) == (None, None)
@@ -512,7 +531,9 @@ def test_values_that_depend_on_the_rank(tmp_path: Path, capfd: pytest.CaptureFix
     assert printed.count("once in the world") == printed.count("once a node") == 1
 
 
-def test_ranks_without_any_group(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_for_ranks_work_without_a_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ts.print_once("printed")
     with ts.main_process_first() as first:
         assert first

@@ -1,4 +1,4 @@
-"""`compare_by_replay` names the exact step and parameter of two runs with the default record."""
+"""`compare_by_replay` finds the exact step and parameter of two runs with the default record."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from trainstack.verifying.comparison import checkpoints_of
 pytestmark = pytest.mark.processes
 SETTINGS = Settings(augmentation=0.0)
 STEP = 10
-"""At which the second run is another one. Checkpoints are at 4, 6, 8, 12, 16 and 18, and log points at 9 and 12."""
+"""The step of the difference. Checkpoints are at 4, 6, 8, 12, 16 and 18, and log points at 9 and 12."""
 
 
 class Changed(Subject):
-    """`change` strikes at global step `STEP`."""
+    """`change` happens at global step `STEP`."""
 
     def __init__(self, change: str) -> None:
         super().__init__(replace(SETTINGS, augmentation=0.1 if change == "augmentation" else 0.0))
@@ -71,7 +71,7 @@ def bit_module() -> Subject:
 
 @pytest.fixture(autouse=True)
 def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are forks of one that has imported torch."""
+    """Fork processes from one that has imported torch."""
     module = sys.modules["trainstack.replaying.task"]
     monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda method: preloaded()))
 
@@ -96,7 +96,7 @@ def compared(one: Path, other: Path, *makers: Any) -> RunComparison:
     return compare_by_replay(makers[0], one, other, other_module=makers[-1], **given)
 
 
-def test_one_bit_is_named_at_its_step_and_parameter(runs: dict[str, Path]) -> None:
+def test_a_bit_is_found_at_its_step_and_parameter(runs: dict[str, Path]) -> None:
     logs = ts.compare_runs(runs["plain"], runs["bit"])
     assert (logs.step, logs.quantity, logs.parameters) == (STEP + 1, "forward", ())
     found = compared(runs["plain"], runs["bit"], plain_module, bit_module)
@@ -142,9 +142,7 @@ def test_runs_are_not_replayed_without_need(runs: dict[str, Path], tmp_path: Pat
         compared(runs["plain"], runs["bit"], plain_module)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_unseeded_generators_do_not_count(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_checkpoints_and_unused_random_states_are_ignored(runs: dict[str, Path], tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
     for name in ("one", "two"):
         torch.manual_seed(0)
@@ -165,7 +163,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_unseeded_generators_do_not_coun
 
 
 @pytest.mark.long
-def test_a_run_whose_first_checkpoint_is_gone_is_refused(tmp_path: Path) -> None:
+def test_a_run_without_its_first_checkpoint_is_refused(tmp_path: Path) -> None:
     parent = record(tmp_path / "parent", plain_module(), epochs=1)
     begin = str(checkpoints_of(parent)[0].path)
     places = []
@@ -199,7 +197,7 @@ def test_the_command_replays_the_targets(
     assert f"the runs part at global step {STEP}: optimizer (net.3.weight); the same until global step 9\n" in said
 
 
-def test_wrong_words_are_answered_with_a_correction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_line_arguments_are_refused_with_a_correction(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "one", "two", "--other-target", "my.py:M", "--json"]) == 2
     assert "Write --target TARGET too" in json.loads(capsys.readouterr().err)["error"]
     assert main(["compare", "one", "two", "--target", "old/my.py:M", "--other-target", "new/my.py:M"]) == 2

@@ -59,7 +59,7 @@ def found(one: Any, other: Any, span: Span = WHOLE) -> tuple[int, str] | None:
         ({"flags": {5: int(Flag.NORM)}, "samples": {5: 0}}, None),  # the indices are not known
     ],
 )
-def test_the_first_step_that_differs_is_found_and_named(changes: Any, expected: tuple[int, str] | None) -> None:
+def test_the_first_difference_has_its_step_and_quantity(changes: Any, expected: tuple[int, str] | None) -> None:
     assert found(log_of(), log_of(**changes)) == expected
 
 
@@ -69,7 +69,7 @@ def test_bits_are_compared_and_not_values() -> None:
     assert found(log_of(loss={3: 1.0}), log_of(loss={3: np.nextafter(1.0, 2.0)})) == (3, "forward")
 
 
-def test_only_the_steps_of_the_span_count() -> None:
+def test_only_steps_of_the_span_are_compared() -> None:
     changed = log_of(loss={2: 9.0, 6: 9.0})
     assert found(log_of(), changed, Span(first=3, last=5)) is None
     assert found(log_of(), changed, Span(first=3, last=6)) == (6, "forward")
@@ -92,7 +92,7 @@ def details(step: int = 4, **changes: Any) -> dict[int, Details]:
         ({"optimizer_states": np.array([1, 3], "<u8")}, (4, "optimizer"), "b"),
     ],
 )
-def test_details_name_the_quantity_and_the_parameter(
+def test_details_show_the_quantity_and_the_parameter(
     changes: Any, expected: tuple[int, str] | None, parameter: str | None
 ) -> None:
     one, other = log_of(details=details()), log_of(details=details(**changes))
@@ -101,20 +101,20 @@ def test_details_name_the_quantity_and_the_parameter(
     assert (difference.parameter if difference else None) == parameter
 
 
-def test_within_a_step_the_earliest_quantity_is_named() -> None:
+def test_the_earliest_quantity_of_a_step_is_reported() -> None:
     """A batch that differs changes the loss: the cause comes first."""
     one, other = log_of(details=details()), log_of(details=details(batch=2), loss={4: 9.0})
     assert found(one, other) == (4, "data")
     assert QUANTITIES.index("data") < QUANTITIES.index("forward") < QUANTITIES.index("optimizer")
 
 
-def test_ranks_are_compared_each_with_its_own() -> None:
+def test_each_rank_is_compared_with_the_same_rank() -> None:
     difference = first_difference([log_of(), log_of()], [log_of(), log_of(loss={5: 9.0})], Span(first=1, last=6))
     assert difference is not None
     assert (difference.step, difference.rank, difference.quantity) == (5, 1, "forward")
 
 
-def test_another_number_of_ranks_is_compared_by_the_global_loss() -> None:
+def test_the_global_loss_compares_different_numbers_of_ranks() -> None:
     """Each rank has its share of the loss; the norm is the same on all."""
     halves = [log_of(loss={step: 0.25 / step for step in range(1, 7)}) for _ in range(2)]
     span = Span(first=1, last=6)

@@ -34,7 +34,7 @@ WORKERS_AND_EMA = Settings(workers=1, ema=True)
 
 @pytest.fixture(autouse=True)
 def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes are forks of one that has imported torch."""
+    """Fork processes from one that has imported torch."""
     module = sys.modules["trainstack.replaying.task"]
     monkeypatch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda method: preloaded()))
 
@@ -70,7 +70,7 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("default") / "run", **plants.ARGUMENTS)
 
 
-def test_a_replay_has_the_same_bits_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+def test_a_replay_has_the_same_bits_and_writes_nothing(tmp_path: Path) -> None:
     place = record(tmp_path / "run", WORKERS_AND_EMA, record="full", gpu_batch_size_limit=3)
     before = files_of(place)
     for first, compared in ((1, (4, 6, 8, 12, 16, 18)), (9, (12, 16, 18))):
@@ -92,7 +92,7 @@ def test_runs_of_all_kinds_have_the_same_bits(tmp_path: Path) -> None:
         assert runs.is_good(outcome), (case.name, outcome)
 
 
-def test_a_run_that_was_interrupted_is_replayed_as_one_that_was_not(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_replayed_without_interruption(tmp_path: Path) -> None:
     """The replay begins before the stop and ends after it, in another epoch."""
     place, stop = tmp_path / "run", [7, 13]
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_checkpoint_may_differ_before_a_step_does(default: Path) -> None:
     assert found.parameter == "module_interface_state['net.0.weight']"
 
 
-def test_a_checkpoint_that_is_damaged_is_named_and_an_older_one_begins(default: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_replaced_by_an_older_one(default: Path, tmp_path: Path) -> None:
     place = tmp_path / "run"
     shutil.copytree(default, place)
     (checkpoint,) = (info.path for info in checkpoints_of(place) if info.global_step == 8)
@@ -166,8 +166,8 @@ def test_a_checkpoint_that_is_damaged_is_named_and_an_older_one_begins(default: 
     assert "checkpoint-000000008" in str(report)
 
 
-def test_arguments_that_changed_at_a_resume_are_those_of_their_steps(tmp_path: Path) -> None:
-    """The second session clips otherwise; `config.yaml` has its arguments alone."""
+def test_each_step_is_replayed_with_the_arguments_of_its_session(tmp_path: Path) -> None:
+    """The second session has another clipping norm; `config.yaml` has only its arguments."""
     place = record(tmp_path / "run", epochs=1, max_grad_norm=0.1)
     record(place, epochs=2, max_grad_norm=0.05)
     report = replayed(place)
@@ -181,7 +181,7 @@ def test_arguments_that_changed_at_a_resume_are_those_of_their_steps(tmp_path: P
 
 @pytest.mark.skipif(importlib.util.find_spec("cryptography") is None, reason="needs cryptography")
 def test_a_replay_neither_signs_nor_verifies_its_steps(tmp_path: Path) -> None:
-    """The key of a run may be gone, and another environment is a note of a replay, not a refusal."""
+    """A replay needs no key of the run, and reports another environment in a note."""
     key = tmp_path / "release.pem"
     ts.make_key(key)
     saving = ts.DefaultCheckpointerArguments(every_n_steps=4, sign_key=key, scrub_every_s=60)
@@ -193,7 +193,7 @@ def test_a_replay_neither_signs_nor_verifies_its_steps(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.long
-def test_two_processes_are_replayed_by_two_and_to_a_tolerance_by_one(tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_is_replayed_by_one(tmp_path: Path) -> None:
     settings = Settings(dropout=0.0, schedule="")  # its length would be an estimate that depends on the processes
     args = arguments(tmp_path / "run", backend="ddp", epochs=1, strict_resume=True)  # a replay refuses no difference
     call = runs.pickle_call(functools.partial(make, settings), (args,), "a test")
@@ -215,7 +215,7 @@ def test_two_processes_are_replayed_by_two_and_to_a_tolerance_by_one(tmp_path: P
 
 
 @pytest.mark.long
-def test_a_run_that_fails_again_is_compared_up_to_there(tmp_path: Path) -> None:
+def test_a_run_that_fails_again_is_compared_until_then(tmp_path: Path) -> None:
     """The record ends before the step that was not finite, and so does the replay."""
     planted = with_plant(Settings(), "an overflow", 7)
     with pytest.raises(ts.NonFiniteError):
@@ -229,7 +229,7 @@ def test_a_run_that_fails_again_is_compared_up_to_there(tmp_path: Path) -> None:
         replay(functools.partial(make, "no settings"), tmp_path / "run", quiet=True)
 
 
-def test_the_command_prints_the_verdict_and_returns_it(
+def test_the_command_prints_and_returns_the_result(
     default: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
@@ -251,9 +251,7 @@ def refused(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_a_target_that_a_file_names_is_shown_and_not_imported(
-    default: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_in_a_file_is_not_imported(default: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "run"
     shutil.copytree(default, place)
     config = place / "config.yaml"
@@ -275,7 +273,7 @@ def test_a_target_that_a_file_names_is_shown_and_not_imported(
         (("--follow", "--to", "3"), "Remove --from and --to"),
     ],
 )
-def test_wrong_words_are_answered_with_a_correction(
+def test_wrong_command_line_arguments_are_refused_with_a_correction(
     words: tuple[str, ...],
     sentence: str,
     default: Path,
@@ -299,10 +297,11 @@ def test_runs_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path: Path
     (place / "config.yaml").unlink()
     assert "Pass them: args=..., or --config FILE" in reason(place)
     shutil.rmtree(place / "checkpoints")
-    assert "the same bits" not in reason(place, args=arguments(place), from_step=40)
+    assert "has steps 1 to 6 recorded" in reason(place, args=arguments(place), from_step=40)
 
 
-def test_a_private_run_is_refused_unless_its_numbers_are_known(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unprobed")
+def test_a_private_run_is_refused(tmp_path: Path) -> None:
     private = ts.DifferentialPrivacyArguments(noise_multiplier=1.0, delta=1e-4)
     changes: dict[str, Any] = {"backend": "sp-dp", "epochs": 1, "differential_privacy_args": private}
     args = arguments(tmp_path / "run", **changes)
@@ -334,7 +333,7 @@ def test_a_live_run_is_followed_until_it_ends_or_differs(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_run_that_has_ended_is_followed_at_once(default: Path) -> None:
+def test_a_finished_run_is_replayed_immediately(default: Path) -> None:
     reports = list[ReplayReport]()
     says: Callable[[ReplayReport], None] = reports.append
     last = follow(usual, default, interval_s=60, say=says, timeout_s=patience(60))

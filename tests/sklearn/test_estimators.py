@@ -27,13 +27,13 @@ LABELS = np.where(X[:, 0] + X[:, 1] > 0, "yes", "no")
 @pytest.mark.slow
 @pytest.mark.parametrize("made_by", [TrainstackClassifier, pytest.param(TrainstackRegressor, marks=pytest.mark.long)])
 def test_the_checks_of_sklearn_pass(made_by: Any) -> None:
-    """None is exempt. The check of array API input is skipped by scikit-learn itself, unless a variable asks for it."""
+    """All checks apply. scikit-learn skips the check of array API input by default."""
     results = check_estimator(made_by(), on_skip=None)
     assert {one["status"] for one in results} <= {"passed", "skipped"}
     assert [one["check_name"] for one in results if one["status"] == "skipped"] == ["check_array_api_input"]
 
 
-def test_a_classifier_learns_and_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_classifier_learns_and_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fitted = TrainstackClassifier(random_state=0, epochs=20).fit(X, LABELS)
     assert fitted.score(X, LABELS) > 0.9
@@ -42,20 +42,20 @@ def test_a_classifier_learns_and_pickles(tmp_path: Path, monkeypatch: pytest.Mon
     assert np.allclose(probabilities.sum(1), 1)
     assert np.array_equal(pickle.loads(pickle.dumps(fitted)).predict_proba(X), probabilities)
     assert np.array_equal(clone(fitted).fit(X, LABELS).predict_proba(X), probabilities)
-    assert not list(tmp_path.iterdir()), "a fit leaves files behind"
+    assert not list(tmp_path.iterdir()), "a fit wrote files"
 
 
 def linear(features: int, outputs: int) -> nn.Module:
     return nn.Linear(features, outputs)
 
 
-def test_a_grid_search_over_a_pipeline() -> None:
+def test_a_grid_search_over_a_pipeline_finds_better_epochs() -> None:
     pipeline = make_pipeline(StandardScaler(), TrainstackClassifier(linear, random_state=0))
     grid = {"trainstackclassifier__epochs": [1, 40]}
     assert GridSearchCV(pipeline, grid, cv=2).fit(X, LABELS).best_params_ == {"trainstackclassifier__epochs": 40}
 
 
-def test_a_regressor_predicts_in_the_scale_of_its_targets() -> None:
+def test_a_regressor_predicts_on_the_scale_of_its_targets() -> None:
     targets = np.stack([1000 + 10 * X[:, 0], X[:, 1]], 1)
     fitted = TrainstackRegressor(linear, random_state=0, epochs=120, trainer_args={"clip_grads": False}).fit(X, targets)
     assert fitted.predict(X).shape == targets.shape
@@ -63,7 +63,7 @@ def test_a_regressor_predicts_in_the_scale_of_its_targets() -> None:
     assert TrainstackRegressor(linear, random_state=0).fit(X, targets[:, 1]).predict(X).shape == (60,)
 
 
-def test_mistakes_are_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="one class"):
         TrainstackClassifier().fit(X, ["a"] * 60)
     with pytest.raises(ConfigurationError, match="returned a str"):

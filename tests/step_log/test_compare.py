@@ -1,4 +1,4 @@
-"""`compare_runs` names the step at which two runs part and why, and raises no false alarm."""
+"""`compare_runs` finds the first step at which two runs differ, and its cause, without false alarms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def swapped(one: int, other: int) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An unchanged run by each mode of the record."""
+    """An unchanged run for each mode of the record."""
     folder = tmp_path_factory.mktemp("runs")
     return {mode: trained(folder / mode, record=mode) for mode in ("steps", "full")}
 
@@ -94,7 +94,7 @@ def test_equal_runs_raise_no_alarm(mode: str, runs: dict[str, Path], tmp_path: P
     assert str(found) == f"same records in {STEPS} global steps"
 
 
-def test_unseeded_and_unused_generators_do_not_count_as_a_difference(
+def test_random_states_that_are_not_used_are_ignored(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "seed", lambda *_: None)
@@ -103,7 +103,7 @@ def test_unseeded_and_unused_generators_do_not_count_as_a_difference(
     assert ts.compare_runs(runs["full"], trained(tmp_path, record="full")).same
 
 
-def test_another_random_state_at_the_start_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_used_random_state_at_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = trained(tmp_path / "one", Planted(dropout=0.5))
     seed = torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda number: seed(number + (number == 11)))
@@ -113,7 +113,7 @@ def test_another_random_state_at_the_start_that_is_used(tmp_path: Path, monkeypa
     assert found.values[0].startswith("torch ")
 
 
-def test_modes_of_the_record_compare(runs: dict[str, Path]) -> None:
+def test_logs_of_both_modes_can_be_compared(runs: dict[str, Path]) -> None:
     assert ts.compare_runs(runs["steps"], runs["full"]).same
 
 
@@ -121,7 +121,6 @@ Plant = tuple[Callable[[], ts.ModuleInterface], dict[str, Any]]
 PLANTED: dict[str, Plant] = {
     "seed": (Planted, {"seed": 1}),
     "lr": (lambda: Planted(lr=0.2), {}),
-    "order": (lambda: Planted(shuffle=False), {}),
     "weights": (lambda: Planted(seed=5), {}),
     "clipping": (Planted, {"max_grad_norm": 1e-3}),
     "batch": (Planted, {"train_batch_size": 4}),
@@ -148,7 +147,7 @@ PLANTED: dict[str, Plant] = {
         ("draw", "full", 6, "random state", "code that drew other random numbers"),
     ],
 )
-def test_planted_differences_are_named(
+def test_planted_differences_are_found(
     plant: str, mode: str, step: int, quantity: str, cause: str, runs: dict[str, Path], tmp_path: Path
 ) -> None:
     make, changes = PLANTED[plant]
@@ -161,7 +160,7 @@ def test_planted_differences_are_named(
         assert found.parameters == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
 
 
-def test_a_swapped_sample_is_found_at_its_step_by_the_full_record(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_full_record_shows_a_swapped_sample(runs: dict[str, Path], tmp_path: Path) -> None:
     step = min(first_step_with(7), first_step_with(13))
     other = trained(tmp_path, Planted(swapped(7, 13)), record="full")
     found = ts.compare_runs(runs["full"], other)
@@ -170,7 +169,7 @@ def test_a_swapped_sample_is_found_at_its_step_by_the_full_record(runs: dict[str
     assert "samples" in found.reason
 
 
-def test_another_version_of_torch_is_told(
+def test_another_version_of_torch_is_reported(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = start_description.package_versions()
@@ -193,7 +192,7 @@ def test_the_report_of_several_runs_has_the_first_difference(runs: dict[str, Pat
     assert "because the starts differ: arguments.max_grad_norm (1.0 and 0.001)." in shown
 
 
-# --- logs that are written here
+# --- logs that the tests write
 
 
 def write_log(
@@ -216,7 +215,7 @@ def write_log(
     return run
 
 
-def test_another_number_of_ranks(tmp_path: Path) -> None:
+def test_different_numbers_of_ranks_are_compared_by_their_sums(tmp_path: Path) -> None:
     one = write_log(tmp_path / "one", [1.0, 0.75, 0.5])
     for rank in (0, 1):
         write_log(tmp_path / "same", [0.5, 0.375, 0.25], rank=rank, size=2)
@@ -295,7 +294,7 @@ def test_a_tolerance_that_means_nothing_is_refused(limits: dict[str, float], tmp
         ts.compare_runs(one, one, **limits)
 
 
-def test_the_first_rank_that_differs_is_named(tmp_path: Path) -> None:
+def test_the_first_rank_that_differs_is_reported(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_log(tmp_path / "one", [1.0, 0.5, 0.25], rank=rank, size=2)
         write_log(tmp_path / "two", [1.0, 0.5 + rank, 9.0], rank=rank, size=2)
@@ -326,7 +325,7 @@ def test_each_field_has_its_quantity(
     assert (found.step, found.quantity, found.values) == (2, quantity, values)
 
 
-def test_entries_of_only_one_run_do_not_count_as_a_difference(tmp_path: Path) -> None:
+def test_entries_of_only_one_run_are_ignored(tmp_path: Path) -> None:
     write_log(tmp_path / "one", [1.0, 1.0], samples=[3, 4], norm=[1.0, 2.0])
     write_log(tmp_path / "two", [9.0, 9.0], flags=[int(Flag.HIDDEN)] * 2)
 
@@ -340,7 +339,7 @@ def test_equal_nans_are_the_same(tmp_path: Path) -> None:
     assert ts.compare_runs(tmp_path / "one", tmp_path / "two").same
 
 
-def test_lengths_and_damage_are_noted(tmp_path: Path) -> None:
+def test_different_lengths_and_damage_are_reported(tmp_path: Path) -> None:
     write_log(tmp_path / "one", [1.0] * 200)
     write_log(tmp_path / "two", [1.0] * 200)
     path = log_path(tmp_path / "two", 0)

@@ -1,4 +1,4 @@
-"""A damaged step log: the intact part is used, and the damage is named."""
+"""A damaged step log: the intact part is read, and the damage is reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def made(run: Path) -> Path:
     return log_path(run, 0)
 
 
-def test_a_bit_that_is_flipped_anywhere_is_seen(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected_at_any_place(tmp_path: Path) -> None:
     """Each byte of the second block of steps: kind, length, payload and chain."""
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
@@ -46,7 +46,7 @@ def test_a_file_with_another_beginning_is_refused(place: int, tmp_path: Path) ->
     assert len(log.entries) == 0
 
 
-def test_a_tail_that_is_cut_within_a_block_is_seen(tmp_path: Path) -> None:
+def test_a_truncated_block_is_detected(tmp_path: Path) -> None:
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
     for size in range(ends[2] + 1, ends[3], 7):
@@ -56,7 +56,7 @@ def test_a_tail_that_is_cut_within_a_block_is_seen(tmp_path: Path) -> None:
         assert log.damage == f"the block at byte {ends[2]} is cut off"
 
 
-def test_blocks_in_another_order_are_seen(tmp_path: Path) -> None:
+def test_blocks_in_another_order_are_detected(tmp_path: Path) -> None:
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
     path.write_bytes(whole[: ends[1]] + whole[ends[2] : ends[3]] + whole[ends[1] : ends[2]])
@@ -67,7 +67,7 @@ def test_blocks_in_another_order_are_seen(tmp_path: Path) -> None:
     assert "not the one that was written there" in log.damage
 
 
-def test_a_block_that_is_left_out_is_seen(tmp_path: Path) -> None:
+def test_a_missing_block_is_detected(tmp_path: Path) -> None:
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
     path.write_bytes(whole[: ends[1]] + whole[ends[2] :])
@@ -75,7 +75,7 @@ def test_a_block_that_is_left_out_is_seen(tmp_path: Path) -> None:
     assert read_step_log(tmp_path).damage is not None
 
 
-def test_an_appended_forgery_is_seen(tmp_path: Path) -> None:
+def test_an_appended_forgery_is_detected(tmp_path: Path) -> None:
     """The block is well-formed, and has the chain of another place."""
     path = made(tmp_path)
     payload = steps(16, 16).tobytes()
@@ -106,12 +106,12 @@ def test_blocks_with_a_right_chain_and_wrong_content_are_refused(tmp_path: Path)
         assert "was not written by trainstack" in log.damage
 
 
-def test_steps_that_do_not_rise_are_named(tmp_path: Path) -> None:
+def test_steps_that_do_not_increase_are_damage(tmp_path: Path) -> None:
     append(tmp_path, (Kind.STEPS, steps(1, 5).tobytes()), (Kind.STEPS, steps(4, 6).tobytes()))
     assert read_step_log(tmp_path).damage == "the steps of segment 0 are not in order"
 
 
-def test_a_start_that_knows_another_log_contradicts(tmp_path: Path) -> None:
+def test_a_replaced_log_is_a_contradiction(tmp_path: Path) -> None:
     """A checkpoint has the chain of the log. A resume finds another log in its place."""
     head = write(tmp_path, (1, 5))
     write(tmp_path, (6, 7), resumed=5, head=head)
@@ -124,7 +124,7 @@ def test_a_start_that_knows_another_log_contradicts(tmp_path: Path) -> None:
     assert "segment 1 resumed a checkpoint of global step 5" in found
 
 
-def test_the_next_start_moves_the_rest_of_a_killed_write_to_another_file(tmp_path: Path) -> None:
+def test_a_resume_moves_a_partial_block_to_another_file(tmp_path: Path) -> None:
     path = made(tmp_path)
     whole, ends = path.read_bytes(), block_ends(path)
     for size in (ends[2] + 1, ends[2] + HEAD.size, ends[3] - 1):
@@ -153,7 +153,7 @@ def test_a_file_without_an_intact_block_is_renamed(content: bytes, tmp_path: Pat
 
 
 def test_a_log_that_is_killed_within_each_write_is_continued(tmp_path: Path) -> None:
-    """The system takes a part of each block; the rest is lost, as at a kill."""
+    """Each write is truncated, as after a kill."""
     path = log_path(tmp_path, 0)
     for step in range(1, 30, 2):
         append(tmp_path, (Kind.STEPS, steps(step, step + 1).tobytes()), resumed=step - 1)
@@ -176,13 +176,13 @@ def test_a_write_that_the_system_splits_gives_one_block(tmp_path: Path, monkeypa
     assert len(read_step_log(tmp_path).entries) == 20
 
 
-def test_the_chain_depends_on_the_kind_and_the_length_as_well() -> None:
+def test_the_chain_depends_on_kind_and_length() -> None:
     heads = [HEAD.pack(kind, length) for kind in (Kind.STEPS, Kind.NAMES) for length in (2, 3)]
     assert len({next_chain(b"chain", head, b"payload") for head in heads}) == 4
     assert next_chain(b"other", heads[0], b"payload") != next_chain(b"chain", heads[0], b"payload")
 
 
-def test_a_log_knows_its_own_heads(tmp_path: Path) -> None:
+def test_a_log_recognizes_its_chain_values(tmp_path: Path) -> None:
     head = write(tmp_path, (1, 5))
     with closing(LogFile(log_path(tmp_path, 0))) as file:
         assert file.has_head(head)

@@ -13,7 +13,7 @@ STEPS, LOG_EVERY = 1_000_000, 50
 
 
 def test_a_million_steps_are_small_and_read_at_once(tmp_path: Path) -> None:
-    """As a run writes them by default: a block of steps and one of details at each log point. It takes about 0.5 s."""
+    """The log has a block of steps and one of details at each log point, as by default. Reading takes about 0.5 s."""
     entries = steps(1, STEPS)
     blocks = list[tuple[Kind, bytes]]()
     for first in range(0, STEPS, LOG_EVERY):

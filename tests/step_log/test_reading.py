@@ -1,4 +1,4 @@
-"""A step log returns its entries, details and segments, and the steps that a resume has made again."""
+"""A step log returns its entries, details and segments, and the steps that a resume has repeated."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def test_a_resumed_run_replaces_the_steps_that_it_makes_again(tmp_path: Path) ->
     assert log.origins.tolist() == [0] * 5 + [1] * 2
     assert [start.resumed_step for start in log.segments] == [0, 5]
     assert log.repeated == {}
-    assert log.steps_with_details() == [2]  # step 8 is gone, and has not been made again
+    assert log.steps_with_details() == [2]  # step 8 was removed and not repeated
     assert log.details(8) is None
 
 
-def test_a_step_that_was_made_twice_with_other_bits_is_named(tmp_path: Path) -> None:
+def test_a_repeated_step_with_other_bits_is_reported(tmp_path: Path) -> None:
     write(tmp_path, (1, 10))
     changed = steps(6, 12)
     changed["loss"][1] = np.nextafter(changed["loss"][1], 1)
     changed["samples"][2] += 1
     changed["flags"][3] |= Flag.SKIPPED
     changed["norm"][4] += 1
-    changed["flags"][4] &= ~np.uint32(Flag.NORM)  # measured in one of the two alone
+    changed["flags"][4] &= ~np.uint32(Flag.NORM)  # measured in only one of the two
     append(tmp_path, (Kind.STEPS, changed.tobytes()), resumed=5)
 
     assert read_step_log(tmp_path).repeated == {7: ("loss",), 8: ("samples",), 9: ("flags",)}
@@ -90,14 +90,14 @@ def test_a_third_segment_is_compared_with_both_before(tmp_path: Path) -> None:
     assert log.entries["step"].tolist() == list(range(1, 11))
 
 
-def test_other_numbers_of_ranks_are_not_expected_to_give_the_same_bits(tmp_path: Path) -> None:
+def test_steps_repeated_on_other_ranks_may_differ(tmp_path: Path) -> None:
     write(tmp_path, (1, 4), size=2)
     append(tmp_path, (Kind.STEPS, steps(3, 4, samples=0).tobytes()), resumed=2, size=1)
 
     assert read_step_log(tmp_path).repeated == {}
 
 
-def test_a_rank_that_is_gone_loses_the_steps_that_the_others_have_made_again(tmp_path: Path) -> None:
+def test_a_removed_rank_loses_the_repeated_steps(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(tmp_path, (1, 10), rank=rank, size=2)
     write(tmp_path, (7, 12), rank=0, resumed=6, size=1)
@@ -107,7 +107,7 @@ def test_a_rank_that_is_gone_loses_the_steps_that_the_others_have_made_again(tmp
     assert read_step_log(tmp_path, 1).entries["step"].tolist() == list(range(1, 7))
 
 
-def test_a_run_without_a_log_is_named(tmp_path: Path) -> None:
+def test_a_run_without_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"there is no step log .*rank-00000\.log.*record='steps'"):
         read_step_log(tmp_path)
     assert ranks_of(tmp_path) == []

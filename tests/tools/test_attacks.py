@@ -1,4 +1,4 @@
-"""The battery of `make attacks` in its short form, and faults that it must find."""
+"""A short run of `make attacks`, and faults that it must find."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def kind_named(name: str) -> Kind:
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in KINDS if kind.short])
-def test_a_record_moves_the_sums_of_each_kind_by_the_clipping_norm_at_most(name: str) -> None:
+def test_a_record_changes_sums_by_at_most_the_clipping_norm(name: str) -> None:
     influence = influence_of(kind_named(name), short=True)
     assert influence.holds, influence
 
 
 @pytest.mark.parametrize("game", games(short=True), ids=lambda game: game.kind.name[:4])
-def test_the_three_attacks_are_refused_or_guess_no_better_than_stated(game: Any) -> None:
+def test_published_attacks_guess_no_better_than_stated(game: Any) -> None:
     verdict = play_game(game, SHORT_GUESSES)
     assert verdict.holds, verdict
 
@@ -73,7 +73,7 @@ def no_noise() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("broken", [partial(broken_privacy, "clipped to 10 C"), carried_sums])
-def test_a_broken_library_fails_the_sums(broken: Callable[[], Any]) -> None:
+def test_a_broken_library_exceeds_the_clipping_norm(broken: Callable[[], Any]) -> None:
     with broken():
         influence = influence_of(kind_named("plain"), short=True)
     assert influence.outcome == "trained"
@@ -96,18 +96,18 @@ def test_a_broken_library_loses_the_game() -> None:
 
 
 class _SharedRandomness(UserModule):
-    """The noise of each record depends on the records before it, in each library."""
+    """The loss of each record depends on the records before it in the batch."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         shift = batch[0].detach().cumsum(0) - batch[0].detach()
         return torch.nn.functional.cross_entropy(self.net(batch[0] + shift), batch[1])
 
 
-def test_coupled_records_are_refused_or_stand_alone() -> None:
+def test_coupled_records_are_refused_or_separated() -> None:
     assert influence_of(Kind(name="shared", module=_SharedRandomness), short=True).holds
 
 
-def test_a_record_that_is_never_drawn_leaves_the_indices_of_others() -> None:
+def test_a_record_that_is_never_drawn_keeps_other_indices() -> None:
     records = make_records(FULL.dataset_size, RARE)
     with never_drawn(RARE) as steps:
         left_out = play(kind_named("plain"), records, FULL)

@@ -1,4 +1,4 @@
-"""The short version of the benchmark: bounds on ratios of CPU time, never on times."""
+"""Short runs of the benchmark: bounds of ratios of CPU times, not of times."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 from tests.helpers.costs import least, least_ratio
 from tools.bench import checkpoints, processes
 from tools.bench.__main__ import main
+from tools.bench.allocator import memory
 from tools.bench.checkpoints import measure_checkpoints
 from tools.bench.contender import Contender, find_contenders
 from tools.bench.measure import Outcome, measure, run_once, same_bits
@@ -36,12 +37,12 @@ BOUNDS = {"W1": 0.72, "W1-ready": 0.87, "W4-ready": 0.9, "W5": 0.285, "W5-ready"
 pass. The ratios depend on the processor; on another one W1 was 0.58."""
 
 BLOCK = 50
-"""Global steps from one log point to the next. Each place among them has its least cost, of all blocks of all rounds: a
-step takes less than a millisecond, so that some are disturbed by nothing, however busy the machine is."""
+"""Global steps from one log point to the next. Each position has its least cost over all blocks and rounds: a step
+takes less than a millisecond, so some steps are undisturbed on a busy machine, too."""
 
 
 class StepClock(torch.nn.Module):
-    """Passes its input on and notes the CPU time."""
+    """Returns its input and records the CPU time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class StepClock(torch.nn.Module):
 
 
 class Blocks:
-    """Runs a task once a call and returns the CPU seconds of a block of its cheapest steps; keeps the result."""
+    """A call runs a task once, keeps its result, and returns the CPU seconds of a block of its cheapest steps."""
 
     def __init__(self, contender: Contender, task: Task) -> None:
         self.contender, self.task = contender, task
@@ -81,7 +82,7 @@ def short(workload: str, steps: int, rounds: int, *names: str) -> dict[str, Outc
 
 
 @pytest.mark.parametrize("workload", BOUNDS)
-def test_the_default_loop_costs_less_than_the_handwritten_one_that_does_the_same(workload: str) -> None:
+def test_the_default_loop_costs_less_than_an_equal_handwritten_one(workload: str) -> None:
     task = WORKLOADS[workload]()
     task = task.cut(4 * BLOCK * task.accumulation)
     take_part = [one for one in contenders("raw", "raw_clip", "trainstack_default") if one.can_do(task)]
@@ -107,7 +108,7 @@ def test_every_contender_ends_with_the_bits_of_its_handwritten_counterpart(workl
 
 
 @pytest.mark.parametrize("workload", [name for name, make in WORKLOADS.items() if make().kind == "train"])
-def test_clipping_has_something_to_do_wherever_equal_bits_are_to_speak_for_it(workload: str) -> None:
+def test_clipping_changes_all_workloads_but_the_calm_one(workload: str) -> None:
     outcomes = short(workload, 8, 0, "raw_clip")
     idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
     assert idle is (workload == "W1-calm")
@@ -128,8 +129,8 @@ def test_a_contender_that_fails_in_a_process_is_named() -> None:
         processes._measure("memory", "no_such_contender")
 
 
-def test_the_table_of_checkpoints_has_a_line_for_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way runs in new processes, as all do for the figures; the others run in this process."""
+def test_the_table_of_checkpoints_has_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is measured in new processes, as all are for the figures; the others are measured in this process."""
     real = checkpoints._in_a_new_process
     monkeypatch.setattr(
         checkpoints,
@@ -142,7 +143,7 @@ def test_the_table_of_checkpoints_has_a_line_for_each_way(monkeypatch: pytest.Mo
     assert min(seconds.values()) > 0
 
 
-def test_a_save_in_the_background_holds_the_loop_up_for_less_than_one_in_the_foreground(tmp_path: Path) -> None:
+def test_background_saves_delay_the_loop_less_than_foreground_saves(tmp_path: Path) -> None:
     state = checkpoints._make_state(3)
 
     def seconds(name: str) -> Callable[[], float]:
@@ -177,7 +178,7 @@ def test_recording_and_running_twice_change_no_bits(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.long
-def test_a_profile_accounts_for_the_whole_of_a_run_on_both_sides() -> None:
+def test_a_profile_covers_a_whole_run_of_both_loops() -> None:
     def share_of_the_loop() -> float:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # tensorboard's own
@@ -192,7 +193,7 @@ def test_a_profile_accounts_for_the_whole_of_a_run_on_both_sides() -> None:
     assert least(share_of_the_loop, 1.0) < 1.0
 
 
-def test_a_clock_counts_a_part_within_a_part_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_counts_nested_parts_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 3.0, 4.0, 9.0])
     monkeypatch.setattr("tools.bench.profile.perf_counter", lambda: next(times))
     clock = Clock()
@@ -203,9 +204,9 @@ def test_a_clock_counts_a_part_within_a_part_for_itself_alone(monkeypatch: pytes
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-def test_the_peak_of_a_process_is_its_own_however_large_the_one_that_started_it() -> None:
+def test_the_peak_of_a_process_excludes_its_parent() -> None:
     ballast = torch.ones(600 << 20, dtype=torch.uint8)
-    mine = int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    mine = memory("VmRSS")
     assert ballast.nbytes / 2**20 < mine
     assert 100 < processes._measure("memory", "raw") < mine
 

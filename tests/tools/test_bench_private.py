@@ -1,4 +1,4 @@
-"""The short version of the benchmark of private training: bounds on ratios of CPU time, never on times."""
+"""Short runs of the benchmark of private training: bounds of ratios of CPU times, not of times."""
 
 from __future__ import annotations
 

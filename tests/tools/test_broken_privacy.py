@@ -1,4 +1,4 @@
-"""The table of the faults that the privacy audit sees."""
+"""The table of the faults that the privacy audit finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench.__main__ import main
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unprobed")]
 
 
-def test_the_table_tells_who_was_caught_and_who_was_blamed(
+def test_the_table_shows_found_faults_and_false_alarms(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broken_privacy, "BROKEN", {"no noise": broken_privacy.BROKEN["no noise"]})

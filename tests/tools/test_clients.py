@@ -1,4 +1,4 @@
-"""`make clients`: the runner, on scripts that are made here; the clients are not a part of the tests."""
+"""The runner of `make clients`, with scripts of this test. The real clients are not a part of the tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ assert torch.ops.torchvision.nms(boxes[:0], scores[:0], 0.4).tolist() == []
 
 @pytest.fixture
 def area(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of scripts in the place of the real ones."""
+    """A folder of scripts instead of the real ones."""
     folder = tmp_path / "tools" / "clients" / "area"
     folder.mkdir(parents=True)
     for name, source in SCRIPTS.items():
@@ -75,10 +75,10 @@ def test_each_script_is_run_once_and_judged_by_its_mark(
     }
     assert "it is broken" in printed
     assert "took more than 3 s" in printed
-    assert "take the mark away" in printed
+    assert "remove the mark" in printed
     assert "5 scripts: " in printed
 
-    # Those that failed are run again, and one that has changed; the others are not.
+    # Failed and changed scripts are run again, the others are not.
     (area / "fails.py").write_text("", encoding="utf-8")
     (area / "passes.py").write_text("raise SystemExit('changed')", encoding="utf-8")
     assert run(monkeypatch, "--only", "fails", "passes", "marked") == 1
@@ -89,7 +89,7 @@ def test_each_script_is_run_once_and_judged_by_its_mark(
 
 
 @pytest.mark.processes
-def test_nms_is_added_where_torchvision_does_not_load(
+def test_nms_is_added_if_torchvision_does_not_load(
     area: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packages = area.parents[2] / "packages"

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.patience import patience
-from tests.helpers.processes import free_port, rank_pool
+from tests.helpers.processes import rank_pool
 from tools.differential.__main__ import cases_of, main
 from tools.differential.case import draw
 from tools.differential.classes import CLASSES, PENDING, classes_of
@@ -38,7 +37,7 @@ PARTS, EACH = 8, 25
 RANK_PARTS, EACH_ON_RANKS = 2, 15
 MOST_TRIES_ON_RANKS = 12
 MOST_TRIES = 40
-"""A broken library has to show within so many trainings."""
+"""The largest number of trainings until a broken library has to differ."""
 
 
 # --- the battery
@@ -94,7 +93,7 @@ def test_every_class_is_drawn() -> None:
 
 
 def keeps_the_seed(patch: pytest.MonkeyPatch) -> None:
-    """Each backward pass of a weight begins with the same tensor."""
+    """All backward passes with one weight begin with the same tensor."""
     seeds: dict[Any, Tensor] = {}
 
     def backward(self: SingleProcess, work: Any, loss: Tensor, weight: float) -> None:
@@ -109,7 +108,7 @@ def doubles_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def weighs_all_alike(patch: pytest.MonkeyPatch) -> None:
-    """A short last micro-batch counts as much as the others."""
+    """A short last micro-batch has the weight of the others."""
     backward = SingleProcess.backward
 
     def weighed(self: SingleProcess, work: Any, loss: Tensor, weight: float) -> None:
@@ -119,7 +118,7 @@ def weighs_all_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 def every(number: int, real: Callable[..., Any], instead: Any) -> Callable[..., Any]:
-    """`real`, but at every so many calls it is left out, and returns `instead`."""
+    """Calls `real`, except that each call whose count is a multiple of `number` only returns `instead`."""
     calls = 0
 
     def call(*given: Any, **named: Any) -> Any:
@@ -160,17 +159,17 @@ def draws_a_random_number(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SingleProcess, "clip", drawing)
 
 
-def forgets_a_parameter_in_clipping(patch: pytest.MonkeyPatch) -> None:
+def omits_a_parameter_in_clipping(patch: pytest.MonkeyPatch) -> None:
     clip = SingleProcess.clip
 
-    def forgetting(self: SingleProcess, work: Any) -> Tensor | None:
+    def omitting(self: SingleProcess, work: Any) -> Tensor | None:
         return clip(self, replace(work, params=work.params.clipping(work.optimized_params[1:])))
 
-    patch.setattr(SingleProcess, "clip", forgetting)
+    patch.setattr(SingleProcess, "clip", omitting)
 
 
 def does_not_zero_new_parameters(patch: pytest.MonkeyPatch) -> None:
-    """Parameters that come after the first step keep their gradients."""
+    """Parameters that are added after the first step keep their gradients."""
     step, backward = SingleProcess.step, SingleProcess.backward
     first: dict[int, set[int]] = {}
     kept: list[tuple[Any, Tensor]] = []
@@ -201,8 +200,8 @@ BROKEN: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     loses_an_output: "",
     loses_a_step_of_schedulers: "",
     draws_a_random_number: "",
-    forgets_a_parameter_in_clipping: "",
-    does_not_zero_new_parameters: "parameters that come within an epoch",
+    omits_a_parameter_in_clipping: "",
+    does_not_zero_new_parameters: "parameters that are added within an epoch",
 }
 """Ways to break the library, each with the class of trainings that shows it; empty for trainings of all kinds."""
 
@@ -223,7 +222,7 @@ def test_a_broken_library_is_found(
 
 @pytest.fixture(scope="module")
 def battery() -> RankBattery:
-    return RankBattery(rank_pool(), patience, free_port)
+    return RankBattery(rank_pool())
 
 
 @pytest.mark.processes
@@ -265,7 +264,7 @@ def test_a_broken_ddp_is_found(name: str, battery: RankBattery) -> None:
 
 @pytest.mark.processes
 def test_a_training_on_ranks_is_simplified_as_long_as_it_differs(battery: RankBattery) -> None:
-    cases = chosen_cases(SEED, 2, ["parameters that not each step uses"])
+    cases = chosen_cases(SEED, 2, ["parameters that not every step uses"])
     chosen = next(one for one in cases if battery.run(one, "gives_unused_parameters_zeros"))
     simple = battery.shrink(chosen, "gives_unused_parameters_zeros", ["hooks", "subscribers", "epochs"])
 
@@ -280,7 +279,7 @@ def test_trainings_on_ranks_depend_on_seed_number_and_size_alone() -> None:
     assert len({case.describe() for case in drawn}) == len(drawn)
 
 
-def test_every_class_of_ranks_is_drawn_and_most_trainings_are_compared_with_sp() -> None:
+def test_every_class_of_ranks_is_drawn_and_most_compare_with_sp() -> None:
     drawn = [draw_for_ranks(SEED, number, size) for number in range(400) for size in SIZES]
     times = Counter(name for case in drawn for name in rank_classes_of(case))
     assert not {name for name in RANK_CLASSES if times[name] < 3}, "draw them more often"
@@ -310,6 +309,6 @@ def test_a_difference_is_printed_with_the_command_that_repeats_it(
     assert "1 trainings" in capsys.readouterr().out
 
 
-def test_an_unknown_class_is_answered_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_class_gets_the_list_of_classes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "no such class"]) == 2
     assert "eval() in a hook" in capsys.readouterr().out

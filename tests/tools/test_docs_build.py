@@ -1,4 +1,4 @@
-"""`make docs` fails on a fault in a page: its command, with the settings of mkdocs.yml, over a small site."""
+"""`make docs` fails on a fault in a page: its command builds a small site with the settings of mkdocs.yml."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(folder: Path, *, home: str = "", module: str = MODULE, pages: tuple[st
     (folder / "tools").symlink_to(ROOT / "tools")  # the theme's overrides
     (folder / "mkdocs.yml").write_text(config, encoding="utf-8")
     found = re.search(r"^\t\$\(BIN\)/mkdocs (build .*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-    assert found is not None, "make docs builds in another way: change this test"
+    assert found is not None, "make docs has another command: change this test"
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *shlex.split(found[1])],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""The table of published results: its features, its normalization, and a short form of all its rows."""
+"""The table of published results: its features, its normalization, and short runs of all rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainstack.backends.dp import SpendLedger, epsilon_of
 SHORT = ["dp_table", "--smoke", "--runs", "1"]
 
 
-def test_features_ignore_small_shifts_and_see_directions() -> None:
+def test_features_depend_on_directions_and_not_on_small_shifts() -> None:
     image = torch.zeros(3, 28, 28)
     image[0, 10:18, 13:15] = 1.0  # a vertical bar
     image[1, 10:18, 14:16] = 1.0  # one pixel to the right
@@ -40,7 +40,7 @@ def test_constant_images_have_no_wavelet_coefficients() -> None:
     assert float(features[:, 1:].abs().max()) < 1e-4
 
 
-def test_statistics_are_noisy_moments_that_a_resumed_run_keeps(tmp_path: Path) -> None:
+def test_statistics_are_noisy_moments_and_kept_by_resumed_runs(tmp_path: Path) -> None:
     features = Scattering()(digits().train[:100].float() / 255).numpy()
     ledger = SpendLedger(tmp_path / "privacy-ledger.jsonl")
     mean, variance = private_statistics(features, 1e-9, tmp_path / "none.npz", SpendLedger(tmp_path / "other.jsonl"))

@@ -15,6 +15,6 @@ def test_the_source_of_a_page_keeps_the_lines_of_the_page(tmp_path: Path) -> Non
     assert [line for line in lines if line] == ["first = 1", "second = first"]
 
 
-def test_the_pages_are_there() -> None:
+def test_the_python_of_each_page_compiles() -> None:
     for page in editor_types.PAGES:
         compile(editor_types.source_of(editor_types.ROOT / page), page, "exec")

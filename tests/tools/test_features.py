@@ -1,3 +1,5 @@
+"""tools/features.py: the rows of docs/features.md, the markers of tests, and the faults that `--check` reports."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -114,7 +116,7 @@ def test_an_unknown_id_is_named(id_: str) -> None:
     assert f"{id_!r} is not in the five lists" in problems_of(*rows)
 
 
-def test_there_are_179_ids() -> None:
+def test_the_lists_have_179_different_ids() -> None:
     ids = expected_ids()
     assert len(ids) == len(set(ids)) == 179
     assert (ids[0], ids[25], ids[-1]) == ("PMT-01", "PMB-01", "FN-54")
@@ -124,35 +126,35 @@ def test_there_are_179_ids() -> None:
 # --- stars and tests
 
 
-def test_a_star_too_many_or_too_few_is_a_problem() -> None:
+def test_wrong_and_missing_stars_are_problems() -> None:
     found = problems_of(
         "| PMT-01 | a | b | works |", "| PMT-02 ★ | a | b | works |", starred=("PMT-01",), tested=("PMT-02",)
     )
     assert "PMT-01 lacks its ★" in found
-    assert "PMT-02 carries a ★ and should not" in found
+    assert "PMT-02 has a ★ and should not" in found
 
 
 def test_a_row_that_works_needs_a_test() -> None:
     rows = ("| PMT-01 ★ | a | b | works |", "| PMT-02 | a | b | works |")
     for tested, missing in (("PMT-01",), "PMT-02"), (("PMT-02",), "PMT-01"):
         found = problems_of(*rows, starred=("PMT-01",), tested=tested)
-        assert f"{missing} is said to work and no test carries its id" in found
+        assert f"{missing} has the state 'works', and no test has its id" in found
     assert problems_of(*rows, starred=("PMT-01",), tested=("PMT-01", "PMT-02")) == ""
 
 
 @pytest.mark.parametrize("tested", [(), ("PMT-01",)])
-def test_a_starred_row_that_comes_later_may_have_a_test_or_none(tested: tuple[str, ...]) -> None:
+def test_a_starred_row_for_later_needs_no_test(tested: tuple[str, ...]) -> None:
     rows = ("| PMT-01 ★ | a | b | later, with ddp |", "| PMT-02 | a | b | no, because of that |")
     assert problems_of(*rows, starred=("PMT-01",), tested=tested) == ""
 
 
 @pytest.mark.parametrize("id_", ["PMT-25", "FN-54", "F101", "F417", "O1", "O21", "T7", "B6"])
-def test_known_marker_ids(id_: str) -> None:
+def test_ids_of_rows_and_requirements_are_known(id_: str) -> None:
     assert is_known_marker(id_)
 
 
 @pytest.mark.parametrize("id_", ["PMT-26", "PMT-5", "F1", "F1011", "O0", "O22", "T8", "B7", "O01", "X1", ""])
-def test_unknown_marker_ids(id_: str) -> None:
+def test_other_ids_are_unknown_and_reported(id_: str) -> None:
     assert not is_known_marker(id_)
     assert f"names {id_!r}" in problems_of(*(f"| {i} | a | b | works |" for i in IDS), tested=(id_,))
 
@@ -177,7 +179,7 @@ class TestIt:
 """
 
 
-def test_markers_are_found_wherever_they_stand(tmp_path: Path) -> None:
+def test_markers_of_modules_classes_functions_and_parameters_are_found(tmp_path: Path) -> None:
     markers = markers_in(tmp_path, SOURCE)
     assert markers.problems == []
     assert set(markers.places) == {"PMT-01", "PMT-18", "F106", "PMT-19", "O7"}
@@ -219,7 +221,7 @@ def full_page(state: str = "works") -> str:
     return page(*(f"| {id_}{' ★' * (id_ in STARRED)} | a | b | {state} |" for id_ in expected_ids()))
 
 
-def test_a_true_page_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_complete_page_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tests = "import pytest\npytestmark = pytest.mark.spec(" + ", ".join(map(repr, expected_ids())) + ")"
     root = repository(tmp_path, tests, full_page())
     assert main(["--check"], root) == 0
@@ -243,13 +245,13 @@ def test_all_problems_are_printed_and_only_check_fails(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert main(["--check"], root) == 1
     printed = capsys.readouterr().out
-    assert printed.count("is said to work and no test carries its id") == 179
+    assert printed.count("has the state 'works', and no test has its id") == 179
     assert "'PA-99' is not in the five lists" in printed
     assert "it has 2 cells" in printed
     assert "a marker names 'PMT-99'" in printed
 
 
-def test_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untested_rows_and_tests_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = repository(tmp_path, "import pytest\npytestmark = pytest.mark.spec('PMT-05')", full_page())
     assert main(["--list", "works-untested"], root) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -280,7 +282,7 @@ def test_the_real_page_is_well_formed() -> None:
 # --- the words of ids
 
 
-def test_every_id_that_a_test_names_has_words() -> None:
+def test_every_id_of_a_test_has_words() -> None:
     ids = read_markers(ROOT / "tests").places
 
     assert [id_ for id_ in ids if words_of(id_) == "an id without words"] == []

@@ -36,5 +36,5 @@ def test_a_port_that_differs_fails(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("one", "other", "difference"),
     [(1.0, 1.0, 0.0), (1.0, 1.5, 0.5), (float("nan"), 1.0, float("inf")), (float("nan"), float("nan"), float("inf"))],
 )
-def test_a_difference_of_nan_is_never_none(one: float, other: float, difference: float) -> None:
+def test_a_difference_of_nan_is_infinite(one: float, other: float, difference: float) -> None:
     assert field_scripts.largest_difference([torch.tensor([one])], [torch.tensor([other])]) == difference

@@ -1,4 +1,4 @@
-"""Measured figures in README and docs stand in a section that names the command that prints them."""
+"""Each measured figure in README and docs is in a section with the command that prints it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKED = {
     "README.md": "tests/examples/test_readme.py compares its figures with those of the pages",
     "docs/examples": "each page is about one script, whose output has the figures",
 }
-"""Pages, and folders of pages, whose figures have another proof."""
+"""Pages and folders of pages whose figures are checked otherwise."""
 
 _UNIT = r"(?:%|s|ms|µs|us|ns|seconds|minutes|hours|kB|MB|GB|TB|KiB|MiB|GiB|times)"
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -92,10 +92,10 @@ def test_every_measured_figure_has_a_command() -> None:
         ("It waits for 30 seconds with torch 2.13.0, see `0.5 s`.\n\n```\n0.5 s\n```\n", 0),
     ],
 )
-def test_the_rule(text: str, count: int) -> None:
+def test_figures_in_sections_without_a_command_are_counted(text: str, count: int) -> None:
     assert len(unproven(text)) == count
 
 
 def test_no_page_has_a_hash_of_weights() -> None:
-    """It depends on the machine and on the number of threads."""
+    """The hash depends on the machine and on the number of threads."""
     assert [page for page in PAGES if re.search(r"^weights [0-9a-f]{8,}", page.read_text("utf-8"), re.MULTILINE)] == []

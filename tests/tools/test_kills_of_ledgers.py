@@ -1,4 +1,4 @@
-"""The battery that kills runs with one ledger, in a short form."""
+"""Short runs of the battery that kills runs with one ledger."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tools.kills import ledger
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-def test_the_sum_of_a_ledger_is_never_below_the_releases_of_killed_runs(tmp_path: Path) -> None:
+def test_a_ledger_records_all_releases_of_killed_runs(tmp_path: Path) -> None:
     found = ledger.run(tmp_path, kills=3, seed=2)
     assert found.problems == []
     assert 0 < found.released <= found.recorded <= found.released + 16 * found.kills
 
 
 @pytest.mark.long
-def test_forty_kills(tmp_path: Path) -> None:
+def test_forty_kills_lose_no_release(tmp_path: Path) -> None:
     found = ledger.run(tmp_path, kills=40, seed=4)
     assert (found.problems, found.kills) == ([], 40)

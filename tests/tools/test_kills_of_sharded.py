@@ -1,4 +1,4 @@
-"""The battery that kills ranks which write sharded checkpoints, in a short form."""
+"""Short runs of the battery that kills ranks during sharded saves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 @pytest.mark.long
-def test_killed_ranks_leave_no_half_checkpoint_and_lose_none(tmp_path: Path) -> None:
+def test_killed_ranks_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     found = sharded.run(tmp_path, kills=1, seed=1)
     assert (found.problems, found.kills) == ([], 1)
     assert found.committed > 0
 
 
 @pytest.mark.long
-def test_sixty_kills(tmp_path: Path) -> None:
+def test_sixty_kills_lose_no_checkpoint(tmp_path: Path) -> None:
     found = sharded.run(tmp_path, kills=60, seed=2)
     assert (found.problems, found.kills) == ([], 60)
     assert found.while_writing > 0

@@ -1,4 +1,4 @@
-"""`python -m tools.launchers`: each launcher that is installed here, for real; and the scripts that it makes."""
+"""`python -m tools.launchers`: runs of each installed launcher, and the SLURM scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.launchers import slurm
 @pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("name", launchers.LAUNCHERS)
-def test_each_run_ends_as_the_undisturbed_one(name: str, tmp_path: Path) -> None:
+def test_each_run_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     reason = launchers.missing(name)
     if reason is not None:
         pytest.skip(f"python -m tools.launchers {name}: {reason}")
@@ -23,7 +23,7 @@ def test_each_run_ends_as_the_undisturbed_one(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_script_of_the_page_is_changed_in_its_sizes_and_its_command_only(number: int) -> None:
+def test_a_script_of_the_page_gets_other_sizes_and_commands(number: int) -> None:
     fitted = slurm.fitted(slurm.scripts()[number], "python -m one", "/a/run").splitlines()
     assert {'    scontrol requeue "$job"', "exit $code", "#SBATCH --requeue"} <= set(fitted)
     (command,) = (line for line in fitted if line.startswith("srun"))

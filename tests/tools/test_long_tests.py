@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 
 
 def batteries(folder: Path) -> list[Battery]:
-    """Each writes a letter into a file; `b` fails until there is a file `mended`."""
+    """Each appends a letter to a file; `b` fails until the file `mended` exists."""
     write = f"open({str(folder / 'ran')!r}, 'a').write"
     fails = f"import os, sys; {write}('b'); sys.exit(not os.path.exists({str(folder / 'mended')!r}))"
     return [Battery("a", ("-c", f"{write}('a')")), Battery("b", ("-c", fails)), Battery("c", ("-c", f"{write}('c')"))]
@@ -42,7 +42,7 @@ def test_results_of_another_commit_do_not_count(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "ran").read_text() == "aa"
 
 
-def test_an_interrupted_run_keeps_the_results_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = batteries(tmp_path)
     run = long_tests.run
 
@@ -60,7 +60,7 @@ def test_an_interrupted_run_keeps_the_results_so_far(tmp_path: Path, monkeypatch
     assert (tmp_path / "ran").read_text() == "abc"
 
 
-def test_every_battery_has_its_own_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_battery_has_a_different_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = [battery.name for battery in long_tests.batteries()]
 
     assert len(set(names)) == len(names)

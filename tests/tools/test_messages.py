@@ -1,4 +1,4 @@
-"""Every error has a section on the page about messages, and the page quotes the real messages."""
+"""The page on messages has a section for every error, and quotes existing messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ KNOWN = [
 ]
 
 
-def test_the_page_has_a_section_for_each_error_and_quotes_messages_that_exist() -> None:
+def test_the_page_has_all_errors_and_quotes_existing_messages() -> None:
     assert tool.problems(PAGE, tool.messages(), tool.public_errors()) == []
 
 
-def test_an_error_without_a_section_and_a_message_that_is_gone_are_told() -> None:
+def test_missing_sections_and_missing_messages_are_reported() -> None:
     page = "## ConfigurationError\n\n| message | more |\n|---|---|\n| `epochs=... write a word` | no |\n"
     assert tool.problems(page, KNOWN, ["ConfigurationError", "PeerError"]) == [
         "troubleshooting.md has no section '## PeerError'",
@@ -23,12 +23,12 @@ def test_an_error_without_a_section_and_a_message_that_is_gone_are_told() -> Non
     ]
 
 
-def test_a_quoted_message_may_leave_out_variable_parts() -> None:
+def test_a_quoted_message_may_omit_variable_parts() -> None:
     assert tool.occurs("epochs=...: write", KNOWN[0].text)
     assert not tool.occurs("write ... epochs", KNOWN[0].text)
 
 
-def test_messages_are_read_off_the_source_also_where_a_function_makes_them() -> None:
+def test_messages_in_raise_statements_and_functions_are_found() -> None:
     texts = {message.text for message in tool.messages() if message.error == "PrivacyBudgetError"}
     assert any(text.startswith("The privacy budget is spent") for text in texts)
     assert {message.error for message in tool.messages()} >= set(tool.public_errors()) - {"CheckpointError"}

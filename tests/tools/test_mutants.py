@@ -132,6 +132,8 @@ def test_a_toy_package_has_the_known_survivor(
     listed = measure("--list")
     assert "-        steps = steps - 1\n+        steps = steps - 2\n" in listed
     assert listed.count("@@") == 2
+    tests.write_text(TESTS.replace("== 0", "== 9"))  # fails without a change, too
+    assert "6 killed, 1 timed out, 0 survived, 1 not run" in measure("--again")
     tests.write_text(TESTS.replace("countdown(4)", "countdown(5)"))
     assert "7 killed, 1 timed out, 0 survived" in measure("--again")
 

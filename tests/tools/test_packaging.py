@@ -82,7 +82,7 @@ def test_the_conda_recipe_agrees_with_pyproject() -> None:
     assert (about["summary"], about["license"]) == (value("description"), value("license"))
 
 
-def test_the_workflow_and_the_makefile_have_the_versions_of_pyproject() -> None:
+def test_workflow_and_makefile_have_the_versions_of_pyproject() -> None:
     assert setting("PYTHONS").split() == [f"python{version}" for version in pythons()]
     assert value("requires-python") == f">={pythons()[0]}"
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]

@@ -1,4 +1,4 @@
-"""A test that starts a process needs a marker. The tests of this file have none."""
+"""A test without a marker cannot start a process. The tests of this file have no marker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that used to train something else without a word are named."""
+"""Mistakes that could silently change a training are named in a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.silent_mistakes import CASES, Base, Mistake
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_mistake_is_said(case: Mistake) -> None:
+def test_each_mistake_is_named(case: Mistake) -> None:
     messages = case.messages()
     assert case.sentence in messages, messages
 

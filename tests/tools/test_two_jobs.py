@@ -1,4 +1,4 @@
-"""A short version of `make two-jobs`, which also finds a lease that is broken."""
+"""A short run of `make two-jobs`, and a broken lease that it finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/words.py: which words it counts, where, and when it fails."""
+"""tools/words.py: the words that it counts, the texts that it reads, and the limit of `--check`."""
 
 import sys
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_ordinary_words_are_not_found(text: str) -> None:
     assert found(text) == []
 
 
-def test_of_python_comments_messages_and_names_of_tests_count() -> None:
+def test_comments_messages_and_test_names_of_python_count() -> None:
     source = (
         '"""Module.\n\nSay what is there."""\n\n\n'
         "def test_what_it_does() -> None:  # goes on\n"
@@ -66,7 +66,7 @@ def test_code_in_markdown_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("lines", "code"), [(997, 1), (998, 0)])
-def test_check_fails_where_a_folder_has_more_than_one_in_1000_lines(
+def test_check_fails_with_more_than_one_in_1000_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: int, code: int
 ) -> None:
     (tmp_path / "docs" / "more").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Renaming items, and calling a function with those it takes."""
+"""Renaming the items of a batch, and calling functions with the items that match their parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Batch:
 
 @pytest.mark.spec("FN-15", "FN-16")
 @given(items=st.dictionaries(NAMES, st.integers()), mapping=st.dictionaries(NAMES, NAMES))
-def test_a_dict_of_names_renames_them_and_keeps_the_rest(items: dict[str, int], mapping: dict[str, str]) -> None:
+def test_a_dict_renames_items_and_keeps_the_others(items: dict[str, int], mapping: dict[str, str]) -> None:
     before, wanted = dict(items), [mapping.get(name, name) for name in items]
     if len(set(wanted)) < len(wanted):
         with pytest.raises(ts.ModuleContractError, match="makes two items"):
@@ -51,7 +51,7 @@ def test_dataclasses_mappings_and_sequences_become_dicts() -> None:
 
 
 @pytest.mark.spec("FN-15", "FN-16")
-def test_a_function_gets_anything_and_none_changes_nothing() -> None:
+def test_a_function_maps_any_value_and_none_changes_nothing() -> None:
     value = object()
 
     assert apply_mapping(lambda batch: [batch], value) == [value]
@@ -75,13 +75,13 @@ class Box(nn.Module):
 
 @pytest.mark.spec("FN-17")
 @pytest.mark.parametrize("function", [area, Box(), Box().forward, lambda width, height=2: width * height])
-def test_a_function_gets_the_items_it_takes_from_all_sources(function: Any) -> None:
+def test_a_function_gets_its_parameters_from_all_sources(function: Any) -> None:
     assert call_with_matching_args(function, {"width": 3, "depth": 9}) == 6
     assert call_with_matching_args(function, {"depth": 9, "height": 5}, {"width": 3}) == 15
 
 
 @pytest.mark.spec("FN-17")
-def test_keywords_take_everything() -> None:
+def test_keyword_parameters_get_all_items() -> None:
     def rest(width: int, **others: int) -> Any:
         return width, others
 
@@ -98,7 +98,7 @@ def test_keyword_only_parameters_and_partial_objects_are_matched() -> None:
 
 
 @pytest.mark.spec("FN-17")
-def test_missing_arguments_are_named_with_the_provided_ones() -> None:
+def test_the_error_lists_missing_and_available_arguments() -> None:
     with pytest.raises(
         ts.ModuleContractError,
         match=r"area requires 'width'. The available names are \['depth', 'height'\] and \['label'\]",
@@ -107,7 +107,7 @@ def test_missing_arguments_are_named_with_the_provided_ones() -> None:
 
 
 @pytest.mark.spec("FN-17")
-def test_a_value_that_two_sources_have_is_refused_if_the_function_takes_it() -> None:
+def test_a_parameter_with_values_from_two_sources_is_refused() -> None:
     assert call_with_matching_args(area, {"width": 1, "depth": 1}, {"depth": 2}) == 2
     with pytest.raises(ts.ModuleContractError, match=r"area takes 'width', and two sources have it"):
         call_with_matching_args(area, {"width": 1}, {"width": 2})
@@ -126,7 +126,7 @@ def test_parameters_without_names_are_refused(function: Any) -> None:
 
 
 @pytest.mark.spec("FN-17")
-def test_a_signature_is_read_once_however_many_objects_share_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_is_read_once_for_each_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(nn.Module):
         def forward(self, width: int) -> int:
             return width
@@ -142,7 +142,7 @@ def test_a_signature_is_read_once_however_many_objects_share_the_method(monkeypa
 
 
 @pytest.mark.spec("FN-17")
-def test_a_compiled_model_is_called_by_the_signature_of_the_model_in_it() -> None:
+def test_a_compiled_model_has_the_signature_of_its_original() -> None:
     compiled = torch.compile(Box(), backend="eager")
 
     assert call_with_matching_args(compiled, {"width": 3, "depth": 9}) == 6

@@ -1,4 +1,4 @@
-"""Arguments are checked when they are made: every field, and every place that takes a path."""
+"""Arguments are checked at construction: every field, and every function that takes a path."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def test_every_argument_has_wrong_values() -> None:
+def test_the_table_has_wrong_values_for_every_argument() -> None:
     assert list(WRONG) == [field.name for field in dataclasses.fields(ts.TrainerArguments)]
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_value_is_refused_when_arguments_are_made(
+def test_a_wrong_value_is_refused_at_construction(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def test_a_wrong_value_is_refused_when_arguments_are_made(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "cuda:7"},  # whether this machine has it is looked at when the run begins
+        {"device": "cuda:7"},  # the run checks whether the machine has this device
         {"device": [0, 1]},
         {"device": -1},
         {"seed": 2**63 - 1},
@@ -126,7 +126,7 @@ def test_a_wrong_value_is_refused_when_arguments_are_made(
     ],
     ids=str,
 )
-def test_possible_values_are_accepted(changes: dict[str, Any]) -> None:
+def test_valid_values_are_accepted_and_survive_a_round_trip(changes: dict[str, Any]) -> None:
     args = ts.TrainerArguments(**changes)
     assert ts.TrainerArguments.from_dict(args.to_dict()).to_dict() == args.to_dict()
 
@@ -134,7 +134,7 @@ def test_possible_values_are_accepted(changes: dict[str, Any]) -> None:
 # --- the monitor ---------------------------------------------------------------------------------------------
 
 
-def test_a_mode_without_a_monitor_is_that_of_the_checkpointer() -> None:
+def test_a_mode_without_a_monitor_applies_to_the_checkpointer() -> None:
     saving = ts.DefaultCheckpointerArguments(monitor="val/accuracy")
     args = ts.TrainerArguments(monitor_mode="min", checkpointer_args=saving)
     assert (args.placed_checkpointer_args.monitor, args.placed_checkpointer_args.mode) == ("val/accuracy", "min")
@@ -147,7 +147,7 @@ def test_a_mode_without_a_monitor_is_that_of_the_checkpointer() -> None:
 
 
 @pytest.mark.parametrize("field", ["save_dir", "model_state_save_dir", "load_dir", "load_filename"])
-def test_paths_of_the_checkpointer_are_local(field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_of_the_checkpointer_must_be_local(field: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ts.ConfigurationError, match=rf"{field}='s3://bucket/run' is an address, and only local paths"):
         ts.DefaultCheckpointerArguments(**{field: "s3://bucket/run"})
@@ -155,7 +155,7 @@ def test_paths_of_the_checkpointer_are_local(field: str, monkeypatch: pytest.Mon
     assert getattr(ts.DefaultCheckpointerArguments(**{field: "~/run"}), field) == str(tmp_path / "run")
 
 
-def test_a_log_directory_is_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_directory_must_be_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ts.ConfigurationError, match=r"writer_args.tb_log_dir='gs://bucket' is an address"):
         ts.WriterArguments(tb_log_dir="gs://bucket")
@@ -189,7 +189,7 @@ def test_every_function_with_a_path_refuses_an_address(
     assert not (tmp_path / "s3:").exists()
 
 
-def test_a_run_below_the_home_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_paths_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     saving = ts.DefaultCheckpointerArguments()
@@ -201,10 +201,10 @@ def test_a_run_below_the_home_folder_is_there(tmp_path: Path, monkeypatch: pytes
     assert sorted(os.listdir(tmp_path)) == ["exported", "run"]
 
 
-def test_a_resumed_path_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_missing_resume_path_is_refused_before_data_are_loaded(tmp_path: Path) -> None:
     class Loads(Classifier):
         def get_train_dataloader(self, *sizes: Any) -> Any:
-            raise AssertionError("the data was asked for")
+            raise AssertionError("the data are loaded")
 
     with pytest.raises(
         ts.CheckpointNotFoundError, match=r"resume='.*nowhere/at/all': .*/nowhere/at/all does not exist"
@@ -216,7 +216,7 @@ def test_a_resumed_path_that_is_not_there_is_refused_before_anything_is_loaded(t
         trainer.train()
 
 
-def test_a_checkpointer_may_have_its_own_names(tmp_path: Path) -> None:
+def test_a_checkpointer_may_define_custom_resume_names(tmp_path: Path) -> None:
     class ById(ts.DefaultCheckpointer):
         def load(self, resume: Any = None) -> ts.Checkpoint:
             assert resume == "team/run-3"
@@ -227,9 +227,7 @@ def test_a_checkpointer_may_have_its_own_names(tmp_path: Path) -> None:
     ts.Trainer(Classifier(numbers(8)), train_args, checkpointer=ById(saving)).train()
 
 
-def test_another_process_leaves_it_to_the_main_one_to_find_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_main_process_checks_the_resume_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     ts.Trainer(Classifier(), arguments(tmp_path, resume=str(tmp_path / "local/to/rank/0")))
@@ -238,7 +236,7 @@ def test_another_process_leaves_it_to_the_main_one_to_find_a_checkpoint(
 # --- backend="auto" ------------------------------------------------------------------------------------------
 
 
-def test_the_default_backend_is_sp_where_no_launcher_is(tmp_path: Path) -> None:
+def test_the_default_backend_is_sp_without_a_launcher(tmp_path: Path) -> None:
     args = ts.TrainerArguments()
     assert (args.backend, args.resolved_backend) == ("auto", "sp")
     trainer = ts.Trainer(Classifier(), arguments(tmp_path))
@@ -247,7 +245,7 @@ def test_the_default_backend_is_sp_where_no_launcher_is(tmp_path: Path) -> None:
     assert ts.explain("auto-bf16") == ts.explain("sp-bf16")
 
 
-def test_the_default_backend_is_ddp_where_a_launcher_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_backend_is_ddp_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     made_before = ts.TrainerArguments()
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
@@ -258,13 +256,13 @@ def test_the_default_backend_is_ddp_where_a_launcher_is(monkeypatch: pytest.Monk
         ts.build_trainer_backend("sp").open("cpu")
 
 
-def test_the_default_backend_is_ddp_where_the_place_is_said_by_hand() -> None:
+def test_the_default_backend_is_ddp_with_a_given_rank() -> None:
     args = ts.TrainerArguments(distributed_training_args=PLACE)
     assert args.resolved_backend == "ddp"
     assert args.layer_options == {"ddp": {"place": PLACE}}
 
 
-def test_half_of_a_launcher_is_answered_with_both_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_launcher_environment_is_refused_with_both_corrections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ts.ConfigurationError, match=r"backend 'auto': LOCAL_RANK='1' is set.*write backend='sp'"):
         ts.TrainerArguments()
@@ -278,7 +276,7 @@ def test_no_layer_can_be_called_auto() -> None:
         ts.register_trainer_backend("auto", lambda: None)  # type: ignore[arg-type, return-value]
 
 
-def test_a_run_continues_between_auto_and_the_name_and_is_shown_under_the_name(
+def test_a_resume_may_exchange_auto_and_sp(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = TensorDataset(torch.randn(16, 2), torch.randn(16, 1))

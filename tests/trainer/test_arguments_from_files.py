@@ -13,7 +13,7 @@ import trainstack as ts
 
 @pytest.mark.spec("PMT-04")
 class TestFromDictAndYaml:
-    def test_round_trip(self, tmp_path: Path) -> None:
+    def test_a_dict_and_a_yaml_file_give_equal_arguments(self, tmp_path: Path) -> None:
         args = ts.TrainerArguments(
             epochs=3, max_grad_norm=0.5, checkpointer_args=ts.DefaultCheckpointerArguments(period=2), writers=["csv"]
         )
@@ -23,7 +23,7 @@ class TestFromDictAndYaml:
         assert ts.TrainerArguments.from_dict(args.to_dict()) == ts.TrainerArguments.from_yaml(path)
         assert ts.TrainerArguments.from_yaml(path).checkpointer_args.period == 2
 
-    def test_an_unknown_key_is_answered_with_the_one_that_was_meant(self) -> None:
+    def test_an_error_for_an_unknown_key_suggests_the_correct_one(self) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"no argument 'epoch'\. Write epochs\."):
             ts.TrainerArguments.from_dict({"epoch": 1})
         with pytest.raises(ts.ConfigurationError, match="checkpointer_args has no argument 'perod'"):
@@ -39,14 +39,14 @@ class TestFromDictAndYaml:
             ("zzz", "The arguments are activation_checkpointing, "),
         ],
     )
-    def test_a_keyword_that_there_is_not_is_answered_likewise(self, name: str, answer: str) -> None:
+    def test_an_error_for_an_unknown_keyword_suggests_the_correct_one(self, name: str, answer: str) -> None:
         with pytest.raises(ts.ConfigurationError, match=re.escape(answer)):
             ts.TrainerArguments(**{name: 1})
         with pytest.raises(ts.ConfigurationError, match=r"DefaultCheckpointerArguments .* Write keep_last\."):
             ts.DefaultCheckpointerArguments(keep=1)  # type: ignore[call-arg]
         assert "epochs" in inspect.signature(ts.TrainerArguments).parameters
 
-    def test_a_file_without_a_mapping(self, tmp_path: Path) -> None:
+    def test_a_file_without_a_mapping_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "list.yaml").write_text("- 1\n")
         with pytest.raises(ts.ConfigurationError, match="write a mapping"):
             ts.TrainerArguments.from_yaml(tmp_path / "list.yaml")
@@ -56,12 +56,12 @@ class TestFromDictAndYaml:
         with pytest.raises(ts.ConfigurationError, match="not valid YAML"):
             ts.TrainerArguments.from_yaml(tmp_path / "bad.yaml")
 
-    def test_arguments_under_a_heading_are_refused_with_their_place(self, tmp_path: Path) -> None:
+    def test_arguments_below_another_key_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / "sections.yaml").write_text("tr:\n  nonsense: 1\n  epochs: 3\n")
         with pytest.raises(ts.ConfigurationError, match=r"top of the file: write epochs: 3 without tr\.$"):
             ts.TrainerArguments.from_yaml(tmp_path / "sections.yaml")
 
-    def test_two_arguments_share_nothing(self) -> None:
+    def test_arguments_are_equal_by_value_and_frozen(self) -> None:
         assert ts.TrainerArguments() == ts.TrainerArguments()
         with pytest.raises(AttributeError):
             ts.TrainerArguments().epochs = 3  # type: ignore[misc]

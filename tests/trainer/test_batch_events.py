@@ -1,4 +1,4 @@
-"""Events of micro-batches, evaluated batches, trials of a validation, weights and safe checkpoints."""
+"""Events of micro-batches, evaluated batches, sanity checks, loaded weights and saved checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ for _event in ts.Event:
 
 @pytest.mark.spec("FN-36", "FN-30")
 @pytest.mark.parametrize("async_save", [False, True])
-def test_all_events_of_a_run_come_in_the_order_of_the_table(async_save: bool, tmp_path: Path) -> None:
+def test_all_events_occur_in_the_documented_order(async_save: bool, tmp_path: Path) -> None:
     train(Classifier(), tmp_path / "before").export(tmp_path / "weights")
     records = Records()
     changes: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_all_events_of_a_run_come_in_the_order_of_the_table(async_save: bool, tm
 
 
 @pytest.mark.spec("PA-30", "FN-42")
-def test_a_callback_sees_batch_outputs_loss_and_indices_of_one_micro_batch(tmp_path: Path) -> None:
+def test_a_callback_gets_each_micro_batch_with_its_indices(tmp_path: Path) -> None:
     class Sees(ts.Callback):
         def __init__(self) -> None:
             self.seen: list[Any] = []
@@ -116,7 +116,7 @@ def test_a_callback_sees_batch_outputs_loss_and_indices_of_one_micro_batch(tmp_p
 
 
 class Accuracy(ts.Callback):
-    """Counts, and feeds a metric if it has one."""
+    """Counts correct predictions, and updates a metric if it has one."""
 
     def __init__(self, metric: Any = None) -> None:
         self.metric, self.counts, self.stages = metric, torch.zeros(1, 2), set[str]()
@@ -140,7 +140,7 @@ def counted_in_a_callback(directory: str, backend: str = "ddp") -> list[Any]:
 
 @pytest.mark.spec("PA-32", "PA-38")
 @pytest.mark.distributed
-def test_a_callback_sees_every_evaluated_batch_over_processes_too(tmp_path: Path) -> None:
+def test_callbacks_get_every_evaluated_batch_on_all_ranks(tmp_path: Path) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 
     accuracy = Accuracy(MulticlassAccuracy(3, average="micro"))
@@ -155,7 +155,7 @@ def test_a_callback_sees_every_evaluated_batch_over_processes_too(tmp_path: Path
 
 
 @pytest.mark.spec("FN-30")
-def test_a_sanity_check_gives_its_results_and_records_nothing(tmp_path: Path) -> None:
+def test_a_sanity_check_returns_results_and_records_nothing(tmp_path: Path) -> None:
     given: list[Any] = []
     for batches in (1, -1):
         trainer = ts.Trainer(Classifier(validate=True), arguments(tmp_path, sanity_val_steps=batches, val_batch_size=8))

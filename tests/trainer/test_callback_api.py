@@ -1,4 +1,4 @@
-"""The interface of a trainer for callbacks: the ready-made ones need nothing else; a wrong time is an error."""
+"""The trainer's methods for callbacks: they suffice for all built-in callbacks; a call at a wrong time is an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trainer_of(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_users_callback_behaves_like_the_ready_made_one(name: str, tmp_path: Path) -> None:
+def test_a_custom_callback_has_the_effect_of_the_built_in(name: str, tmp_path: Path) -> None:
     ours, users = (behaviour_of(make(), str(tmp_path / str(n))) for n, make in enumerate(PAIRS[name]))
     without = behaviour_of(ts.Callback(), str(tmp_path / "without"))
 
@@ -41,8 +41,8 @@ def test_a_users_callback_behaves_like_the_ready_made_one(name: str, tmp_path: P
 
 
 @pytest.mark.processes
-def test_over_two_processes_too(tmp_path: Path) -> None:
-    """The last step of an epoch has one sample, so that the second process has none."""
+def test_custom_callbacks_have_the_same_effect_on_two_ranks(tmp_path: Path) -> None:
+    """The last step of an epoch has one sample, so the second rank has none."""
     first, second = run_world(2, user_callbacks, directory=str(tmp_path / "two"))
 
     assert set(first) == set(PAIRS)
@@ -58,7 +58,7 @@ def test_over_two_processes_too(tmp_path: Path) -> None:
 # --- reading -----------------------------------------------------------------------------------------------
 
 
-def test_optimizers_and_schedulers_are_the_live_objects(tmp_path: Path) -> None:
+def test_the_trainer_exposes_the_live_optimizers_and_schedulers(tmp_path: Path) -> None:
     class Two(Classifier):
         def get_optimizers_schedulers(self, steps: int, epochs: int) -> tuple[Any, Any]:
             self.made = [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.Adam(self.net[3].parameters())]
@@ -72,7 +72,7 @@ def test_optimizers_and_schedulers_are_the_live_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "computed"), [({}, 3), ({"max_steps": 5}, 3), ({"max_steps": 4}, 2)])
-def test_the_next_log_point_is_known_before_it_comes(changes: Any, computed: int, tmp_path: Path) -> None:
+def test_next_log_step_is_the_step_of_the_next_log(changes: Any, computed: int, tmp_path: Path) -> None:
     norms, told, logged = Norms(), list[int](), list[int]()
     trainer = trainer_of(tmp_path, None, norms, epochs=2, log_every=2, **changes)
     trainer.on(ts.Event.BEFORE_OPTIMIZER_STEP)(lambda trainer: told.append(trainer.next_log_step))
@@ -83,7 +83,7 @@ def test_the_next_log_point_is_known_before_it_comes(changes: Any, computed: int
     assert sorted(set(told)) == logged
 
 
-def test_an_extra_validation_keeps_no_outputs_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_an_extra_validation_keeps_outputs_only_on_request(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Classifier(numbers(24), validate=True))
 
     assert set(trainer.validate(more_data())) == {"shifted"}
@@ -97,7 +97,7 @@ def test_an_extra_validation_keeps_no_outputs_unless_they_are_asked_for(tmp_path
 # --- a call at a step --------------------------------------------------------------------------------------
 
 
-def test_a_function_is_called_once_at_its_step_between_log_point_and_validation(tmp_path: Path) -> None:
+def test_call_at_step_runs_between_log_point_and_validation(tmp_path: Path) -> None:
     came = list[tuple[str, int]]()
 
     class Calls(ts.Callback):
@@ -106,7 +106,7 @@ def test_a_function_is_called_once_at_its_step_between_log_point_and_validation(
                 trainer.call_at_step(4, lambda trainer, name=name: came.append((name, trainer.state.global_step)))
 
         def on_before_optimizer_step(self, trainer: AbstractTrainer) -> None:
-            if trainer.state.global_step == 4:  # asked within the step itself
+            if trainer.state.global_step == 4:  # a call that is registered within a step
                 trainer.call_at_step(5, lambda: came.append(("late", 5)))
 
         def on_log(self, trainer: AbstractTrainer, step: int) -> None:
@@ -121,7 +121,7 @@ def test_a_function_is_called_once_at_its_step_between_log_point_and_validation(
     assert came == [("log", 4), ("one", 4), ("two", 4), ("validation", 4), ("late", 5)]
 
 
-def test_a_call_changes_no_bit_and_may_stop_and_save(tmp_path: Path) -> None:
+def test_a_call_may_save_and_stop_without_changing_bits(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
 
     def end(trainer: ts.Trainer) -> None:
@@ -143,7 +143,7 @@ def test_a_call_changes_no_bit_and_may_stop_and_save(tmp_path: Path) -> None:
     assert torch.equal(weights(whole), weights(cut))
 
 
-def test_a_call_that_fails_is_named(tmp_path: Path) -> None:
+def test_an_error_in_a_call_names_the_function(tmp_path: Path) -> None:
     def breaks(trainer: ts.Trainer) -> None:
         raise ArithmeticError("broken")
 
@@ -163,7 +163,7 @@ def test_a_call_that_fails_is_named(tmp_path: Path) -> None:
         (9, lambda trainer, step: None, r"cannot take the arguments of call_at_step\(9"),
     ],
 )
-def test_a_call_that_cannot_come_is_refused(step: Any, function: Any, message: str, tmp_path: Path) -> None:
+def test_a_call_at_an_impossible_step_is_refused(step: Any, function: Any, message: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, max_steps=2)
     trainer.train()
     with pytest.raises(ts.ConfigurationError, match=message):
@@ -182,8 +182,8 @@ def test_calls_over_processes_validate_and_save(tmp_path: Path) -> None:
 # --- freezing ----------------------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_are_left_alone_by_momentum_and_weight_decay(tmp_path: Path) -> None:
-    """Frozen after the second step, trained again after the fourth; twice the same call changes nothing."""
+def test_momentum_and_weight_decay_do_not_move_frozen_parameters(tmp_path: Path) -> None:
+    """Parameters are frozen after step 2 and unfrozen after step 4. A repeated call has no effect."""
     module = Classifier(numbers(64), optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, weight_decay=0.1))
     seen = [module.net[0].weight.detach().clone()]
     trainer = trainer_of(tmp_path, module)
@@ -205,7 +205,7 @@ def test_frozen_parameters_are_left_alone_by_momentum_and_weight_decay(tmp_path:
 
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_before_backward", "on_after_backward"])
 @pytest.mark.parametrize("call", ["freeze", "unfreeze"])
-def test_within_a_step_freezing_is_refused_and_the_run_can_continue(hook: str, call: str, tmp_path: Path) -> None:
+def test_freezing_within_a_step_is_refused_without_damage(hook: str, call: str, tmp_path: Path) -> None:
     module = Classifier(numbers(24))
 
     def in_the_step(trainer: ts.Trainer) -> None:
@@ -224,7 +224,7 @@ def test_within_a_step_freezing_is_refused_and_the_run_can_continue(hook: str, c
     assert torch.equal(before, module.net[0].weight)
 
 
-def test_parts_that_cannot_be_frozen_or_trained_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_of_freeze_are_refused(tmp_path: Path) -> None:
     module = Classifier(numbers(24))
     module.net[3].bias.requires_grad_(False)
     trainer = trainer_of(tmp_path, module)
@@ -276,7 +276,7 @@ TOO_EARLY = {
 
 
 @pytest.mark.parametrize("name", TOO_EARLY)
-def test_a_missing_value_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_access_before_the_value_exists_is_refused_by_name(name: str, tmp_path: Path) -> None:
     class Early(ts.Callback):
         def on_init(self, trainer: AbstractTrainer) -> None:
             TOO_EARLY[name](trainer)
@@ -293,7 +293,7 @@ def test_a_missing_value_is_refused_by_name(name: str, tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_limits_are_refused_once_there_is_a_plan(tmp_path: Path) -> None:
+def test_limits_are_refused_after_the_plan_was_made(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, max_train_steps_per_epoch=2)
     trainer.limit_steps_per_epoch(train=5, val=3)
     assert (trainer.args.max_train_steps_per_epoch, trainer.args.max_val_steps_per_epoch) == (2, 3)
@@ -304,7 +304,7 @@ def test_limits_are_refused_once_there_is_a_plan(tmp_path: Path) -> None:
         trainer.limit_steps_per_epoch(train=1)
 
 
-def test_trained_weights_are_kept_at_the_end_only(tmp_path: Path) -> None:
+def test_keep_trained_weights_is_allowed_after_training_only(tmp_path: Path) -> None:
     class Wrong(ts.Callback):
         def on_epoch_end(self, trainer: AbstractTrainer) -> None:
             trainer.keep_trained_weights()

@@ -1,4 +1,4 @@
-"""Ready-made callbacks: their effect, no other effect, and the same result after an interruption."""
+"""Built-in callbacks: their effect, no side effect, and the same result after an interruption."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trained(directory: Path, module: ts.ModuleInterface, *callbacks: Any, **chan
         ([float("nan"), float("nan"), 0.5, 0.4, 0.3, 0.2], "min", 0.0, 2),
     ],
 )
-def test_early_stopping_waits_for_as_many_validations_as_it_is_told(
+def test_early_stopping_waits_for_patience_validations_without_improvement(
     scores: list[float], mode: str, min_delta: float, epochs: int, tmp_path: Path
 ) -> None:
     stopping = cb.EarlyStopping("score", mode=mode, patience=2, min_delta=min_delta, check_finite=False)
@@ -75,9 +75,7 @@ def test_early_stopping_waits_for_as_many_validations_as_it_is_told(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_early_stopping_stops_at_a_value_that_is_not_finite_and_again_when_it_is_resumed(
-    bad: float, tmp_path: Path
-) -> None:
+def test_early_stopping_stops_at_a_non_finite_value(bad: float, tmp_path: Path) -> None:
     for _ in range(2):
         stopping = cb.EarlyStopping("score", mode="max")
         trainer = trained(
@@ -87,7 +85,7 @@ def test_early_stopping_stops_at_a_value_that_is_not_finite_and_again_when_it_is
         assert trainer.stop_reason == f"score became {bad} at step 6"
 
 
-def test_callbacks_retention_and_resume_go_by_the_monitor_of_the_arguments(tmp_path: Path) -> None:
+def test_callbacks_retention_and_resume_use_the_monitor_argument(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1)
     given: dict[str, Any] = {"epochs": 3, "monitor": "score", "monitor_mode": "max", "checkpointer_args": saving}
     best, stopping = cb.BestCheckpoint(), cb.EarlyStopping(patience=2)
@@ -121,14 +119,14 @@ def test_the_best_is_saved_after_each_validation_within_an_epoch(tmp_path: Path)
     assert (best.global_step, best.metrics["score"]) == (4, 0.9)
 
 
-def test_early_stopping_continues_to_wait_after_a_resume(tmp_path: Path) -> None:
-    """Interrupted at every step; in the end it stops where an unbroken run does, with the same weights."""
+def test_early_stopping_counts_across_interruptions(tmp_path: Path) -> None:
+    """Epochs have 3 steps. The run stops at the epoch of an unbroken run, with the same weights."""
     scores = [1.0, 3.0, 2.0, 2.0, 2.0, 9.0]
     unbroken = Scored(*scores, dropout=0.2)
     torch.manual_seed(1)
     whole = trained(tmp_path / "whole", unbroken, cb.EarlyStopping("score", mode="max", patience=3), epochs=6)
     torch.manual_seed(1)
-    for stop_at in [*range(1, 15), None]:
+    for stop_at in [1, 3, 4, 6, 8, 9, 12, 14, None]:
         module, stopping = Scored(*scores, dropout=0.2), cb.EarlyStopping("score", mode="max", patience=3)
         trainer = trainer_of(tmp_path / "cut", module, stopping, epochs=6, resume="auto", checkpointer_args=EVERY_STEP)
         trainer.on(ts.Event.TRAIN_STEP_END, when=lambda t, at=stop_at: t.state.global_step == at)(
@@ -142,7 +140,7 @@ def test_early_stopping_continues_to_wait_after_a_resume(tmp_path: Path) -> None
     assert torch.equal(weights(unbroken), weights(module))
 
 
-def test_a_run_that_was_stopped_early_stops_again_when_it_is_resumed(tmp_path: Path) -> None:
+def test_a_run_that_stopped_early_stops_again_on_resume(tmp_path: Path) -> None:
     scores = [1.0, 1.0, 9.0]
     for _ in range(2):
         trainer = trained(
@@ -156,7 +154,7 @@ def test_a_run_that_was_stopped_early_stops_again_when_it_is_resumed(tmp_path: P
         assert trainer.state.epoch == 2
 
 
-def test_a_function_may_name_the_watched_metric_and_the_default_is_the_checkpointers_monitor(tmp_path: Path) -> None:
+def test_early_stopping_monitors_a_function_or_the_default_metric(tmp_path: Path) -> None:
     def gap(results: Mapping[str, float]) -> float:
         return results["score"] - 1
 
@@ -168,7 +166,7 @@ def test_a_function_may_name_the_watched_metric_and_the_default_is_the_checkpoin
     assert by_default.best_value.best_step == 6
 
 
-def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path: Path) -> None:
+def test_a_monitored_metric_without_records_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"'accuracy', which was never recorded. .*score.*val/loss"):
         trained(tmp_path, Scored(1.0), cb.EarlyStopping("accuracy"))
 
@@ -184,17 +182,17 @@ def test_a_metric_that_never_comes_is_an_error_that_names_those_that_do(tmp_path
         trained(tmp_path / "args", Logs(numbers(24), validate=True), monitor="right/accuracy", sanity_val_steps=1)
 
 
-def test_without_validation_data_epochs_are_judged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_early_stopping_works_without_validation_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stopping = cb.EarlyStopping("train/loss_epoch", patience=2, min_delta=100.0)
     trainer = trained(tmp_path, Classifier(numbers(24)), stopping, cb.EarlyStopping(), cb.StepTimer(), epochs=3)
 
     assert trainer.stop_reason is not None
     assert stopping.waited == 2
-    assert "never" not in caplog.text  # stopped, so something may yet come
+    assert "never" not in caplog.text  # the run was stopped, so the metric may come later
 
 
 @pytest.mark.parametrize("callback", [cb.EarlyStopping, cb.BestCheckpoint])
-def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validation(
+def test_a_missing_metric_is_logged_at_the_end_without_validation(
     callback: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(tmp_path, Classifier(numbers(24)), callback(), cb.StepTimer())
@@ -203,7 +201,7 @@ def test_a_metric_that_never_comes_is_told_at_the_end_where_there_is_no_validati
     assert told == f"{callback.__name__} monitors 'val/loss', which was never recorded. Recorded: train/loss_epoch."
 
 
-def test_the_defaults_that_the_page_states_are_those_of_the_callbacks() -> None:
+def test_the_documented_defaults_are_those_of_the_callbacks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "callbacks.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([A-Z]\w+)\((.*)\)` \|", page, re.MULTILINE)
     stated = {(name, *pair) for name, given in rows for pair in re.findall(r"(\w+)=([\w.]+)", given)}
@@ -248,7 +246,7 @@ def test_memory_of_cuda_is_recorded_in_gib(tmp_path: Path, monkeypatch: pytest.M
         lambda: cb.GradNormMonitor(0),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(wrong: Any) -> None:
+def test_invalid_arguments_of_callbacks_are_refused(wrong: Any) -> None:
     with pytest.raises(ts.ConfigurationError):
         wrong()
 
@@ -257,7 +255,7 @@ def test_arguments_that_cannot_be_are_refused(wrong: Any) -> None:
 
 
 @pytest.mark.spec("PA-40", "FN-54")
-def test_the_best_weights_are_in_the_module_at_the_end_and_the_last_checkpoint_is_not_touched(tmp_path: Path) -> None:
+def test_the_best_weights_are_restored_after_the_last_checkpoint(tmp_path: Path) -> None:
     seen: list[Any] = []
     module = Scored(1.0, 5.0, 2.0)
     trainer = trainer_of(
@@ -275,7 +273,7 @@ def test_the_best_weights_are_in_the_module_at_the_end_and_the_last_checkpoint_i
     assert torch.equal(weights(resumed), seen[2])
 
 
-def test_training_continues_from_the_weights_trained_last(tmp_path: Path) -> None:
+def test_training_continues_from_the_last_trained_weights(tmp_path: Path) -> None:
     def run(*callbacks: Any) -> torch.Tensor:
         module = Scored(1.0, 5.0, 2.0)
         trainer = trainer_of(tmp_path, module, *callbacks, epochs=3)
@@ -301,7 +299,7 @@ def averages_by_hand(decays: list[float], seen: list[torch.Tensor]) -> torch.Ten
 
 @pytest.mark.spec("PA-40", "F216")
 @pytest.mark.parametrize("warmup", [False, True])
-def test_the_moving_average_is_taken_after_each_step_and_leaves_training_alone(warmup: bool, tmp_path: Path) -> None:
+def test_the_moving_average_has_no_effect_on_training(warmup: bool, tmp_path: Path) -> None:
     class Looks(Classifier):
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
             evaluated.append(weights(self))
@@ -339,7 +337,7 @@ def test_the_moving_average_survives_a_resume_bit_for_bit(tmp_path: Path) -> Non
     assert torch.equal(weights(unbroken), weights(module))
 
 
-def test_the_averages_that_were_evaluated_best_are_kept_and_reproduce_their_value(tmp_path: Path) -> None:
+def test_the_best_averages_are_restored_and_reproduce_their_value(tmp_path: Path) -> None:
     module = Classifier(numbers(24), validate=True, lr=30.0)
     best = cb.BestCheckpoint()
     trainer = trained(tmp_path, module, cb.EMA(0.9), best, epochs=5)
@@ -365,7 +363,7 @@ def test_averages_of_another_module_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PA-40", "F214")
-def test_a_freezer_leaves_weights_alone_until_its_epoch(tmp_path: Path) -> None:
+def test_a_freezer_freezes_weights_until_its_epoch(tmp_path: Path) -> None:
     module = Classifier(numbers(24), optimizer=torch.optim.AdamW)
     before, after = module.net[0].weight.detach().clone(), list[torch.Tensor]()
     trainer = trainer_of(tmp_path, module, cb.Freezer("net.0", until_epoch=2), epochs=3)
@@ -378,7 +376,7 @@ def test_a_freezer_leaves_weights_alone_until_its_epoch(tmp_path: Path) -> None:
     assert not torch.equal(*last)
 
 
-def test_frozen_batch_norms_leave_their_statistics_alone_unless_told_otherwise(tmp_path: Path) -> None:
+def test_frozen_batch_norms_keep_their_statistics_by_default(tmp_path: Path) -> None:
     def mean(**options: Any) -> float:
         model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
         module = ts.SupervisedModule(model, nn.CrossEntropyLoss(), "sgd", numbers(24))
@@ -390,7 +388,7 @@ def test_frozen_batch_norms_leave_their_statistics_alone_unless_told_otherwise(t
     assert mean(running_statistics=False) > 0.0
 
 
-def test_frozen_batch_norms_keep_their_statistics_if_the_module_calls_train_in_each_epoch(tmp_path: Path) -> None:
+def test_frozen_batch_norms_keep_statistics_despite_calls_of_train(tmp_path: Path) -> None:
     class CallsTrain(Classifier):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             self.train()
@@ -402,13 +400,13 @@ def test_frozen_batch_norms_keep_their_statistics_if_the_module_calls_train_in_e
     assert torch.equal(module.net[0].running_mean, torch.zeros(6))  # type: ignore[arg-type]
 
 
-def test_a_freezer_whose_name_fits_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_freezer_without_a_matching_parameter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"Freezer\('head'\).*net\.0\.weight"):
         trained(tmp_path, Classifier(), cb.Freezer("head"))
 
 
 @pytest.mark.spec("PA-40", "F219")
-def test_limited_batches_are_in_the_plan(tmp_path: Path) -> None:
+def test_limit_batches_changes_the_plan(tmp_path: Path) -> None:
     module = Classifier(numbers(80), validate=True, scheduler=True)
     trainer = trained(tmp_path, module, cb.LimitBatches(train=2, val=3), epochs=2, max_train_steps_per_epoch=5)
 
@@ -418,7 +416,7 @@ def test_limited_batches_are_in_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-54")
-def test_extra_validation_has_its_own_schedule(tmp_path: Path) -> None:
+def test_extra_validations_follow_their_separate_schedules(tmp_path: Path) -> None:
     keys: list[str] = []
 
     class Keyed(Scored):
@@ -487,7 +485,7 @@ def test_monitors_read_nothing_from_the_device_between_log_points(
     assert len(trainer.history.get_metric_values("grad_norm/net")) == 3
 
 
-def test_a_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_each_step(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_is_recorded_at_each_step(tmp_path: Path) -> None:
     class TensorRate(Classifier):
         def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
             optimizer = torch.optim.Adam(self.parameters(), lr=torch.tensor(0.5), foreach=False)
@@ -497,7 +495,7 @@ def test_a_learning_rate_that_is_a_tensor_is_recorded_as_it_was_at_each_step(tmp
     assert trainer.history.get_metric_values("schedule/lr/0") == [0.5, 0.25, 0.125, 0.0625]
 
 
-def test_a_tensor_learning_rate_may_be_changed_at_a_log_point(tmp_path: Path) -> None:
+def test_a_tensor_learning_rate_may_change_at_log_points(tmp_path: Path) -> None:
     rate: Any = torch.tensor(0.5)
     trainer = trainer_of(tmp_path, Classifier(numbers(16), lr=rate), log_every=1)
     trainer.on(ts.Event.LOG)(lambda trainer: rate.mul_(0.5))
@@ -505,7 +503,7 @@ def test_a_tensor_learning_rate_may_be_changed_at_a_log_point(tmp_path: Path) ->
     assert trainer.history.get_metric_values("lr") == [0.5, 0.25]
 
 
-def test_norms_of_gradients_are_those_of_the_step_that_is_logged(tmp_path: Path) -> None:
+def test_gradient_norms_are_those_of_the_logged_step(tmp_path: Path) -> None:
     norms: list[float] = []
     module = Classifier(numbers(48))
     trainer = trainer_of(tmp_path, module, cb.GradNormMonitor(depth=2), log_every=3, clip_grads=False)
@@ -548,7 +546,7 @@ def test_norms_of_a_failed_attempt_are_not_recorded(tmp_path: Path) -> None:
     assert records == [(1, pytest.approx(fails.norms[1].item())), (3, pytest.approx(fails.norms[3].item()))]
 
 
-def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_counts_samples_tokens_and_model_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("trainstack.trainer.callbacks.timing.perf_counter", lambda: float(next(clock)))
     monitor = cb.ThroughputMonitor(tokens=lambda batch: batch[0].numel(), flops_per_sample=10.0, peak_flops=1000.0)
@@ -560,7 +558,7 @@ def test_throughput_counts_samples_tokens_and_arithmetic(tmp_path: Path, monkeyp
     assert of("throughput/mfu")[:3] == [0.16, 0.16, 0.09]
 
 
-def test_the_timer_reports_the_parts_of_a_step(tmp_path: Path) -> None:
+def test_the_timer_measures_the_parts_of_a_step(tmp_path: Path) -> None:
     class Slow(Noisy):
         def __getitem__(self, index: int) -> Any:
             time.sleep(0.001)
@@ -583,7 +581,7 @@ def test_the_timer_reports_the_parts_of_a_step(tmp_path: Path) -> None:
     assert 0.01 < of("memory/host_peak")[-1] < 100
 
 
-def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> None:
+def test_the_profiler_writes_a_trace_of_the_given_steps(tmp_path: Path) -> None:
     profiler = cb.Profiler(first_step=4, steps=2, path=tmp_path / "trace")
     trained(tmp_path, Classifier(numbers(80)), profiler)
 
@@ -598,8 +596,8 @@ def test_the_profiler_writes_a_trace_of_the_steps_asked_for(tmp_path: Path) -> N
 
 @pytest.mark.spec("PA-36", "PA-40")
 @pytest.mark.processes
-def test_callbacks_over_two_processes_behave_as_in_one(tmp_path: Path) -> None:
-    """Stopping, averages, best weights and freezing; stopped by one process in the middle and resumed."""
+def test_callbacks_have_the_same_effect_on_two_ranks(tmp_path: Path) -> None:
+    """Stopping, averages, best weights and freezing, in a run that one rank stops and that is resumed."""
     alone = with_callbacks(str(tmp_path / "one"), backend="sp")
     answers = run_world(2, callbacks_cut, directory=str(tmp_path / "two"))
 
@@ -613,7 +611,7 @@ def test_callbacks_over_two_processes_behave_as_in_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PA-40")
-def test_sync_batch_norm_is_refused_where_it_cannot_work_and_does_nothing_alone(tmp_path: Path) -> None:
+def test_sync_batch_norm_is_refused_if_it_cannot_work(tmp_path: Path) -> None:
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
     trained(tmp_path, ts.SupervisedModule(model, nn.CrossEntropyLoss(), "sgd", numbers(24)), cb.SyncBatchNorm)
     assert type(model[0]) is nn.BatchNorm1d

@@ -1,4 +1,4 @@
-"""Several callbacks of one class get the states that fit their settings, in any order."""
+"""Several callbacks of one class get the states that match their settings, in any order."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def test_callbacks_in_another_order_keep_their_states(tmp_path: Path) -> None:
         ({"A": "y"}, {"A": "x", "A-2": "y"}, {"A-2": "A"}),
     ],
 )
-def test_settings_decide_before_the_order_does(mine: Any, saved: Any, expected: Any) -> None:
+def test_states_are_matched_by_settings_first_then_by_order(mine: Any, saved: Any, expected: Any) -> None:
     assert match_keys({"A": list(mine)}, mine, saved) == expected

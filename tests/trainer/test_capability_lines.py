@@ -1,4 +1,4 @@
-"""Lines of docs/features.md, each used once as the documentation of the old library says it."""
+"""Rows of docs/features.md, each used once in the way that the documentation of the other library describes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import trainstack as ts
@@ -17,7 +16,7 @@ SAVES = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
 
 
 @pytest.mark.spec("PMT-09", "PA-33", "HZ-27")
-def test_the_setup_has_a_fixed_order(tmp_path: Path) -> None:
+def test_a_trainer_is_set_up_in_the_documented_order(tmp_path: Path) -> None:
     train(Classifier(scheduler=True), tmp_path, **SAVES)
     calls: list[str] = []
 
@@ -57,7 +56,7 @@ def test_the_setup_has_a_fixed_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-17", "PMB-10", "PA-27", "HZ-03", "HZ-15")
-def test_device_stack_and_module_are_the_requested_ones(tmp_path: Path) -> None:
+def test_the_trainer_has_the_requested_device_stack_and_module(tmp_path: Path) -> None:
     module = Classifier()
     for changes in ({"device": "cpu", "backend": "sp"}, {"device": "auto", "use_gpu": False, "backend": "sp-bf16"}):
         trainer = ts.Trainer(module, arguments(tmp_path, **changes))
@@ -69,7 +68,7 @@ def test_device_stack_and_module_are_the_requested_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PA-03", "PA-05", "PA-13")
-def test_a_history_of_one_s_own_is_filled_without_validation_and_emptied(tmp_path: Path) -> None:
+def test_a_custom_history_is_filled_and_can_be_reset(tmp_path: Path) -> None:
     class Mine(ts.RunHistory):
         pass
 
@@ -105,7 +104,7 @@ def test_data_optimizers_and_schedulers_are_made_in_methods(tmp_path: Path) -> N
 
 
 @pytest.mark.spec("PA-24", "HZ-02", "HZ-04", "HZ-22", "HZ-33")
-def test_a_run_has_one_folder_with_checkpoints_named_by_step_and_continues_from_them(tmp_path: Path) -> None:
+def test_a_run_keeps_its_checkpoints_in_one_folder(tmp_path: Path) -> None:
     changes = {**SAVES, "epochs": 3, "seed_everything": True}
     whole = train(Classifier(dropout=0.5, scheduler=True), tmp_path / "whole", **changes)
     stopped = ts.Trainer(Classifier(dropout=0.5, scheduler=True), arguments(tmp_path / "run", **changes))
@@ -139,7 +138,7 @@ def test_gradients_are_accumulated_to_the_same_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-19", "FN-23", "FN-28", "FN-53")
-def test_options_reach_a_layer_and_evaluation_runs_under_autocast_too(tmp_path: Path) -> None:
+def test_options_reach_the_layer_and_evaluation_uses_autocast(tmp_path: Path) -> None:
     seen: dict[str, torch.dtype] = {}
 
     class Sees(Classifier):
@@ -159,7 +158,7 @@ def test_options_reach_a_layer_and_evaluation_runs_under_autocast_too(tmp_path: 
 
 
 @pytest.mark.spec("HZ-35")
-def test_a_trainer_of_one_s_own_keeps_more(tmp_path: Path) -> None:
+def test_a_custom_trainer_saves_additional_state(tmp_path: Path) -> None:
     class Counting(ts.Trainer):
         count = 0
 
@@ -177,7 +176,7 @@ def test_a_trainer_of_one_s_own_keeps_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-44", "FN-47")
-def test_an_export_is_loaded_and_refused_as_a_point_to_resume_from(tmp_path: Path) -> None:
+def test_an_export_is_loaded_but_cannot_be_resumed(tmp_path: Path) -> None:
     trainer = train(Classifier(), tmp_path / "run")
     trainer.export(tmp_path / "weights")
     fresh = Classifier(seed=7)
@@ -190,7 +189,7 @@ def test_an_export_is_loaded_and_refused_as_a_point_to_resume_from(tmp_path: Pat
 
 @pytest.mark.spec("FN-48")
 @pytest.mark.processes
-def test_prefetching_workers_lose_no_place(tmp_path: Path) -> None:
+def test_prefetched_batches_are_not_lost_on_resume(tmp_path: Path) -> None:
     class Sees(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             self.seen = [*getattr(self, "seen", []), *batch[0][:, 0].tolist()]
@@ -227,4 +226,3 @@ def test_a_backend_is_configured_without_a_trainer() -> None:
     backend.init(ts.TrainerBackendArguments(model=module, optimizers=[optimizer], device="cpu"))
     backend.train_dl(module.get_train_dataloader(torch.utils.data.RandomSampler, 8), None)
     assert not torch.equal(before, module.net[0].weight)  # type: ignore[union-attr,arg-type]
-    assert nn.Module in type(module).__mro__

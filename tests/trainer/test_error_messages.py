@@ -156,7 +156,7 @@ MODULE_MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MODULE_MISTAKES)
 @pytest.mark.spec("FN-51", "F114", "FN-27")
-def test_a_module_that_breaks_its_contract(mistake: str, tmp_path: Path) -> None:
+def test_a_module_that_breaks_its_contract_is_refused(mistake: str, tmp_path: Path) -> None:
     methods, message = MODULE_MISTAKES[mistake]
 
     with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
@@ -165,7 +165,7 @@ def test_a_module_that_breaks_its_contract(mistake: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("limit", [{"max_steps": 5}, {"max_steps": 0.5}, {"fast_dev_run": True}], ids=str)
 @pytest.mark.parametrize("mistake", ["drop_last leaves nothing", "an empty list for a loader"])
-def test_data_without_a_step_is_named_also_where_steps_are_counted(
+def test_data_without_a_global_step_are_refused_with_step_limits(
     mistake: str, limit: dict[str, Any], tmp_path: Path
 ) -> None:
     methods, message = MODULE_MISTAKES[mistake]
@@ -214,15 +214,15 @@ ARGUMENT_MISTAKES = {
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ts.TrainerArguments)])
-def test_no_argument_of_a_wrong_kind_is_answered_with_a_traceback(name: str) -> None:
+def test_values_of_a_wrong_type_raise_configuration_errors_only(name: str) -> None:
     for value in (None, 1, 1.5, "x", b"x", [], ["x"], {}, {"amp": 1}, {"a"}, object(), int):
-        with contextlib.suppress(ts.ConfigurationError):  # or taken as it is
+        with contextlib.suppress(ts.ConfigurationError):  # or accepts the value
             ts.TrainerArguments(**{name: value})
 
 
 @pytest.mark.parametrize("mistake", ARGUMENT_MISTAKES)
 @pytest.mark.spec("PMB-02", "PMT-04", "F115")
-def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_with_a_correction(mistake: str, tmp_path: Path) -> None:
     changes, message = ARGUMENT_MISTAKES[mistake]
 
     with pytest.raises((ts.ConfigurationError, ts.CheckpointError), match=re.compile(message, re.DOTALL)):
@@ -239,22 +239,22 @@ def test_arguments_that_are_wrong(mistake: str, tmp_path: Path) -> None:
         ((Classifier(), ts.TrainerArguments(), None, "checkpoints"), "given a str. Derive it from Abstract"),
     ],
 )
-def test_a_trainer_of_wrong_parts(parts: tuple[Any, ...], message: str) -> None:
+def test_a_trainer_refuses_objects_of_wrong_types(parts: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         ts.Trainer(*parts, *([ts.TrainerArguments()] if len(parts) == 1 else []))
 
 
-def test_a_stack_goes_to_the_trainer_and_its_string_to_the_arguments() -> None:
+def test_a_stack_as_backend_argument_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match=r"string such as 'sp-bf16'.*Trainer\(\.\.\., trainer_backend="):
         ts.TrainerArguments(backend=ts.build_trainer_backend("sp"))  # type: ignore[arg-type]
 
 
-def test_a_module_without_the_methods_that_must_be_there() -> None:
+def test_a_module_without_required_methods_cannot_be_instantiated() -> None:
     with pytest.raises(TypeError, match="train_step"):
         type("Half", (ts.ModuleInterface,), {})()
 
 
-def test_a_hook_that_raises_is_named(tmp_path: Path) -> None:
+def test_an_error_in_a_hook_names_the_hook(tmp_path: Path) -> None:
     def on_end_train_step(self: Any, global_step: int) -> None:
         raise ZeroDivisionError("mine")
 
@@ -265,7 +265,7 @@ def test_a_hook_that_raises_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-42")
-def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
+def test_an_error_in_a_step_names_epoch_step_and_samples(tmp_path: Path) -> None:
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         raise RuntimeError("mine")
 
@@ -275,7 +275,7 @@ def test_an_exception_in_a_step_says_where(tmp_path: Path) -> None:
     assert caught.value.__notes__[0].startswith("in epoch 0, global step 1, with the samples ")
 
 
-def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_typo_in_the_name_of_a_hook_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(broken(on_end_validation_epoch=lambda self: None), tmp_path)
 
     assert "Broken.on_end_validation_epoch is not a hook" in caplog.text
@@ -292,7 +292,7 @@ def test_a_hook_with_a_slip_in_its_name_is_pointed_at(tmp_path: Path, caplog: py
         ("eval_step", "val_step"),
     ],
 )
-def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
+def test_a_typo_in_the_name_of_a_step_is_logged(
     name: str, meant: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lacking = {meant: getattr(ts.ModuleInterface, meant), name: lambda self, *given: None}
@@ -302,7 +302,7 @@ def test_a_method_of_validation_with_a_slip_in_its_name_is_pointed_at(
 
 
 @pytest.mark.parametrize("name", ["get_val_dataloader", "validation_step", "get_val_dataset", "interval", "last_step"])
-def test_methods_of_the_user_are_not_reported_where_nothing_is_missing(
+def test_other_methods_of_the_module_are_not_reported(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(broken(**{name: lambda self: None}), tmp_path)
@@ -313,7 +313,7 @@ def test_methods_of_the_user_are_not_reported_where_nothing_is_missing(
     assert "is never called" not in caplog.text
 
 
-def test_a_hook_may_leave_outputs_out(tmp_path: Path) -> None:
+def test_a_hook_may_omit_the_outputs(tmp_path: Path) -> None:
     seen = []
     module = broken(on_end_val_epoch=lambda self, global_step, key="default": seen.append((global_step, key)))
     module.validates = True

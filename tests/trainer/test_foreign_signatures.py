@@ -1,4 +1,4 @@
-"""Methods of other libraries' trainers and callbacks are refused with the place of their code, never left unused."""
+"""Methods of other libraries' trainers and callbacks are refused with the method to write instead."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_a_trainer_with_methods_of_another_library_is_refused(method: str, tmp_p
 
 
 @pytest.mark.parametrize("name", _TRAINER_VALUES)
-def test_an_overridden_value_that_no_run_reads_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_override_of_an_unused_property_is_refused(name: str, tmp_path: Path) -> None:
     kind = type("Mine", (ts.Trainer,), {name: property(lambda self: 3)})
     with pytest.raises(ts.ConfigurationError, match=f"Mine defines {name}, which no trainer calls: for {name} write"):
         kind(Classifier(), arguments(tmp_path))
 
 
-def test_a_trainer_with_further_methods_is_made(tmp_path: Path) -> None:
+def test_a_trainer_may_define_further_methods(tmp_path: Path) -> None:
     kind = type("Mine", (ts.Trainer,), {"send_mail": lambda self: None})
     assert kind(Classifier(), arguments(tmp_path)).last_epoch == -1
     assert not [name for name in _TRAINER_METHODS if hasattr(ts.Trainer, name)]
@@ -38,7 +38,7 @@ def test_a_trainer_with_further_methods_is_made(tmp_path: Path) -> None:
 
 @pytest.mark.spec("PA-29")
 @pytest.mark.parametrize("theirs", FOREIGN_METHODS)
-def test_a_callback_with_another_librarys_name_of_an_event_is_refused(theirs: str, tmp_path: Path) -> None:
+def test_a_callback_with_a_foreign_event_name_is_refused(theirs: str, tmp_path: Path) -> None:
     def method(self: Any, trainer: Any, **more: Any) -> None: ...
 
     event = FOREIGN_METHODS[theirs]

@@ -1,4 +1,4 @@
-"""Foreign entries in the folder of a run: a training neither waits for them nor ends in a raw error of Python."""
+"""Special files in the folder of a run: a training does not wait for them, and raises only errors of the library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainstack.trainer import run_record
 from trainstack.trainer.run_record import RunRecord, read_record
 from trainstack.trainer.tracking.writers.tensorboard import event_files
 
-pytestmark = pytest.mark.timeout(120)  # a read of a FIFO would wait without an end
+pytestmark = pytest.mark.timeout(120)  # a read of a FIFO would wait forever
 
 LOGS: dict[str, Any] = {"writers": ["csv", "tensorboard"], "report": True}
 SAVING = ts.DefaultCheckpointerArguments()
@@ -63,7 +63,7 @@ def go(folder: str | Path | None = "run", **changes: Any) -> ts.Trainer:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ODD if kind != "sparse"])
-def test_odd_entries_of_the_names_of_a_run_block_neither_a_start_nor_a_resume(kind: str) -> None:
+def test_special_files_block_neither_a_start_nor_a_resume(kind: str) -> None:
     for name in NAMES:
         put(kind, Path("run", name))
     go()
@@ -74,17 +74,17 @@ def test_odd_entries_of_the_names_of_a_run_block_neither_a_start_nor_a_resume(ki
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_one_odd_record_of_a_run_does_not_block_the_others(kind: str) -> None:
+def test_one_unreadable_record_does_not_block_other_runs(kind: str) -> None:
     put(kind, Path("runs/x/run-record.json"))
     for resume in (False, "auto"):
-        assert go(None, resume=resume).global_steps_finished == 1
+        assert go(None, resume=resume, writers=["csv"], report=False).global_steps_finished == 1
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("order", "x"), ("order", float("inf")), ("order", -1), ("number", 1.5), ("finished", "no"), ("script", ["x"])],
 )
-def test_a_record_with_a_right_hash_and_another_type_is_not_used(field: str, value: Any, tmp_path: Path) -> None:
+def test_a_record_with_a_wrong_type_is_not_used(field: str, value: Any, tmp_path: Path) -> None:
     body = {"format": run_record._FORMAT, **asdict(RunRecord(script="s", module="m", order=3)), field: value}
     data = run_record._dump({**body, run_record._SELF_HASH: digest(run_record._dump(body))})
     (tmp_path / run_record.FILE_NAME).write_bytes(data)
@@ -92,9 +92,7 @@ def test_a_record_with_a_right_hash_and_another_type_is_not_used(field: str, val
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "endless", "sparse"])
-def test_commands_and_arguments_name_an_entry_other_than_a_regular_file(
-    kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_and_arguments_refuse_special_files(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     go()
     for name in ("run/run.json", "run/checkpoints/mine", "weights.safetensors", "metrics.csv"):
         put(kind, Path(name))
@@ -110,7 +108,7 @@ def test_commands_and_arguments_name_an_entry_other_than_a_regular_file(
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "endless"])
-def test_a_log_other_than_a_file_is_refused_with_corrections(kind: str) -> None:
+def test_a_log_that_is_a_special_file_is_refused(kind: str) -> None:
     put(kind, Path("run/metrics.csv"))
     with pytest.raises(ts.ConfigurationError, match="Remove or rename it, or write another output_dir"):
         go()
@@ -130,7 +128,7 @@ def _event(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("evil", ["_length(2**64 - 1)", "_length(2**40)", "_event(bytes([255]) * 20)"])
-def test_an_event_file_with_right_checksums_and_wrong_content_is_rewritten(evil: str) -> None:
+def test_an_event_file_with_invalid_content_is_rewritten(evil: str) -> None:
     go()
     (path,) = event_files(Path("run/tensorboard"))
     path.write_bytes(eval(evil))
@@ -152,9 +150,7 @@ def make_folder(path: Path) -> None:
         ("runs", lambda path: path.symlink_to("runs")),
     ],
 )
-def test_a_name_that_is_taken_by_something_else_is_an_error_of_the_library(
-    name: str, make: Callable[[Path], None]
-) -> None:
+def test_an_occupied_name_raises_an_error_of_the_library(name: str, make: Callable[[Path], None]) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     make(Path(name))
     with pytest.raises(ts.CheckpointError, match=Path(name).name):
@@ -162,7 +158,7 @@ def test_a_name_that_is_taken_by_something_else_is_an_error_of_the_library(
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_a_folder_that_cannot_be_listed_does_not_count_as_empty(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_folder_does_not_count_as_empty(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     go()
     scandir = os.scandir
 
@@ -177,7 +173,7 @@ def test_a_folder_that_cannot_be_listed_does_not_count_as_empty(code: int, monke
 
 
 @pytest.mark.parametrize("name", ["run-record.json", "metrics.csv"])
-def test_a_full_disk_at_the_beginning_is_an_error_of_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_an_error_of_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -195,7 +191,7 @@ def test_a_path_with_a_nul_character_is_refused() -> None:
         ts.TrainerArguments(output_dir="a\0b")
 
 
-def test_a_foreign_folder_with_the_name_of_a_temporary_file_is_ignored(tmp_path: Path) -> None:
+def test_a_folder_named_as_a_temporary_file_is_ignored(tmp_path: Path) -> None:
     make_folder(tmp_path / ".a.tmp" / "inner")
     _files.atomic_write(tmp_path / "a", b"x")
     assert (tmp_path / "a").read_bytes() == b"x"
@@ -203,7 +199,7 @@ def test_a_foreign_folder_with_the_name_of_a_temporary_file_is_ignored(tmp_path:
 
 
 @pytest.mark.parametrize("first", [b"", b'{"name": "a'])
-def test_a_row_that_never_ends_is_refused(first: bytes, tmp_path: Path) -> None:
+def test_a_row_above_the_maximum_length_is_refused(first: bytes, tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(first)
     os.truncate(file, 1 << 40)

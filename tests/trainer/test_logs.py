@@ -19,7 +19,7 @@ from trainstack.trainer.core.logs import RunLogger
 
 
 def run(program: str, *, imports: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `program` in a new process, where nothing has configured logging; `imports` run there first."""
+    """Run `program` in a new process without logging configuration; with `imports`, nothing is imported before."""
     new: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": patience(60)}
     done = subprocess.run([sys.executable, "-c", program], **new) if imports else run_python("-c", program)
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ print(logger.level, [isinstance(handler, logging.NullHandler) for handler in log
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.processes
-def test_a_level_of_the_application_survives(when: str) -> None:
+def test_the_level_of_the_application_is_not_changed(when: str) -> None:
     level = "import logging\nlogging.basicConfig(format='%(message)s')\nLOGGER.setLevel(logging.WARNING)\n"
     level = level.replace("LOGGER", "logging.getLogger('trainstack')")
     before = when == "before"
@@ -59,7 +59,7 @@ def test_a_level_of_the_application_survives(when: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_level_of_the_root_logger_filters() -> None:
+def test_the_level_of_the_root_logger_applies() -> None:
     level = "logging.getLogger().setLevel(logging.INFO)\n"
     done = run("import logging\nlogging.basicConfig(format='%(message)s')\n" + SAY + level + SAY)
 
@@ -67,12 +67,12 @@ def test_the_level_of_the_root_logger_filters() -> None:
 
 
 @pytest.mark.processes
-def test_warnings_go_to_stderr_where_nothing_is_configured() -> None:
+def test_warnings_go_to_stderr_without_configuration() -> None:
     assert run(SAY).stderr == "a warning\n"
 
 
 @pytest.mark.processes
-def test_a_handler_of_the_application_on_the_logger_is_enough() -> None:
+def test_a_handler_of_the_application_replaces_the_default_output() -> None:
     own = """
 import logging
 handler = logging.StreamHandler()
@@ -101,12 +101,12 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def clear_level_caches() -> None:
-    """A logger remembers for which levels it is enabled, until a level is set."""
+    """A logger caches the levels for which it is enabled, until a level is set."""
     logging.getLogger("trainstack").setLevel(logging.getLogger("trainstack").level)
 
 
 def save(folder: Path, level: str, *, own: str | None = None, given: bool = False) -> None:
-    """Train and save with this `log_level` of the run, and `own` of the checkpointer, which may be given ready-made."""
+    """Train and save with this `log_level` of the run and `own` of the checkpointer, an object if `given`."""
     saving = ts.DefaultCheckpointerArguments(log_level=own, save_dir=str(folder / "checkpoints"))
     args = arguments(folder, checkpointer_args=saving, log_level=level)
     checkpointer = ts.DefaultCheckpointer(saving) if given else None
@@ -114,7 +114,7 @@ def save(folder: Path, level: str, *, own: str | None = None, given: bool = Fals
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[str], tmp_path: Path) -> None:
+def test_the_level_of_a_run_applies_to_its_checkpointer(given: bool, root: list[str], tmp_path: Path) -> None:
     logging.getLogger().setLevel(logging.INFO)
     save(tmp_path / "quiet", "ERROR", given=given)
     assert root == []
@@ -126,7 +126,7 @@ def test_the_level_of_a_run_is_that_of_its_checkpointer(given: bool, root: list[
     assert len(root) == 2
 
 
-def test_a_level_of_the_application_is_accepted(
+def test_custom_level_names_of_the_application_are_accepted(
     root: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for table in ("_nameToLevel", "_levelToName"):  # `addLevelName` has no counterpart that removes a name
@@ -143,7 +143,7 @@ def test_a_level_of_the_application_is_accepted(
     assert len(root) == count + 2
 
 
-def test_two_runs_keep_their_own_levels_under_the_roots(root: list[str], tmp_path: Path) -> None:
+def test_two_runs_have_separate_levels(root: list[str], tmp_path: Path) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     save(tmp_path / "one", "DEBUG")
     RunLogger("DEBUG").info("an info")

@@ -1,4 +1,4 @@
-"""Names of other libraries are answered with ours."""
+"""Errors for names of other libraries suggest the names of this library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.modules import Classifier, arguments, train
 
 
 @pytest.mark.parametrize(("name", "meant"), [("evaluate", "validate"), ("run", "train"), ("run_config", "plan")])
-def test_members_of_other_trainers_are_answered(name: str, meant: str, tmp_path: Path) -> None:
+def test_errors_for_names_of_other_trainers_suggest_ours(name: str, meant: str, tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path))
     with pytest.raises(AttributeError, match=rf"Write trainer\..*{meant}"):
         getattr(trainer, name)
@@ -29,7 +29,7 @@ def test_an_error_within_a_property_keeps_its_message(tmp_path: Path) -> None:
         _ = Own(Classifier(), arguments(tmp_path)).broken
 
 
-def test_a_misspelt_name_of_the_package_knows_its_module() -> None:
+def test_an_error_for_a_misspelt_name_has_its_module() -> None:
     with pytest.raises(AttributeError) as raised:
         _ = ts.Trainr
     assert (raised.value.name, raised.value.obj) == ("Trainr", ts)

@@ -1,4 +1,4 @@
-"""The errors that a new user meets in the first hour name the code to write, also for names of other libraries."""
+"""Errors of the first hour suggest the code to write, also for names of other libraries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def names_of_others() -> list[str]:
 
 
 @pytest.mark.parametrize("name", names_of_others())
-def test_an_argument_of_another_library_gets_its_place(name: str) -> None:
+def test_an_error_for_a_foreign_argument_suggests_ours(name: str) -> None:
     with pytest.raises(ts.ConfigurationError) as raised:
         ts.TrainerArguments(**{name: 1})
     assert str(raised.value) == f"TrainerArguments has no argument {name!r}. Write {ALIASES[name]}."
@@ -84,7 +84,7 @@ def test_suggested_arguments_of_checkpoints_exist() -> None:
 
 
 @pytest.mark.parametrize("name", ["sabe_every", "xyz", "train_steps_each_epoch_please"])
-def test_a_name_that_is_not_alike_gets_no_suggestion(name: str) -> None:
+def test_an_unrelated_name_gets_no_suggestion(name: str) -> None:
     with pytest.raises(ts.ConfigurationError, match="The arguments are activation_checkpointing, "):
         ts.TrainerArguments(**{name: 1})
 
@@ -118,7 +118,7 @@ def test_a_backend_string_of_another_library_is_translated(given: str, sentence:
     assert sentence in str(raised.value)
 
 
-def test_a_slip_never_suggests_private_training() -> None:
+def test_an_error_for_a_typo_never_suggests_dp() -> None:
     for slip in ("dd", "d", "pd", "dpx", "dqp", "sdp", "ddpp", "spd"):
         with pytest.raises(ts.BackendSpecError) as raised:
             ts.TrainerArguments(backend=f"sp-{slip}")
@@ -344,7 +344,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_the_sentence_that_helps(mistake: str, tmp_path: Path) -> None:
+def test_a_mistake_is_refused_with_its_correction(mistake: str, tmp_path: Path) -> None:
     make, sentence = MISTAKES[mistake]
     with pytest.raises((ts.TrainstackError, AttributeError)) as raised:
         make(tmp_path)
@@ -364,13 +364,13 @@ def test_a_mistake_gets_the_sentence_that_helps(mistake: str, tmp_path: Path) ->
         (val_step_with(backwards), "gradients are off in val_step. Write `with torch.enable_grad():`"),
     ],
 )
-def test_an_error_within_a_step_is_explained(make: Callable[[Path], Any], note: str, tmp_path: Path) -> None:
+def test_an_error_within_a_step_has_an_explanation(make: Callable[[Path], Any], note: str, tmp_path: Path) -> None:
     with pytest.raises((AttributeError, RuntimeError)) as raised:
         make(tmp_path)
     assert any(note in one for one in raised.value.__notes__)
 
 
-def test_an_attribute_of_another_object_is_not_explained(tmp_path: Path) -> None:
+def test_a_missing_attribute_of_another_object_has_no_explanation(tmp_path: Path) -> None:
     with pytest.raises(AttributeError) as raised:
         called(lambda module, batch: module.net.device)(tmp_path)
     assert not any("Steps get it" in one for one in raised.value.__notes__)
@@ -384,7 +384,7 @@ def test_a_slip_in_the_name_of_a_class_gets_the_name(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("below", ["", "run"])
-def test_a_file_in_the_place_of_a_folder_is_named(below: str, tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder_is_refused(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     checkpoints = ts.DefaultCheckpointerArguments()
     with pytest.raises(ts.CheckpointError, match=r"file is a file\. Write the path of a folder"):
@@ -412,7 +412,7 @@ def test_a_pointer_is_read_like_its_checkpoint(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "said"), [(torch.float64, True), (torch.float32, False)])
-def test_a_precision_layer_without_effect_is_named(
+def test_a_precision_layer_without_effect_is_logged(
     dtype: torch.dtype, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "trainstack")
@@ -424,7 +424,7 @@ def test_a_precision_layer_without_effect_is_named(
     ("wrap", "planned", "said"),
     [(iter, 4, True), (iter, 8, False), (iter, 1, False), (lambda batches: ts.as_is(batches), 4, False)],
 )
-def test_another_number_of_samples_than_planned_is_named(
+def test_a_batch_of_an_unplanned_size_is_logged(
     wrap: Any, planned: int, said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Classifier):
@@ -435,7 +435,7 @@ def test_another_number_of_samples_than_planned_is_named(
     assert caplog.text.count(f"the first global step has 8 samples, and train_batch_size={planned}") == int(said)
 
 
-def test_hooks_of_other_libraries_get_their_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hooks_of_other_libraries_are_logged_with_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Hooked(Classifier):
         def on_train_epoch_start(self) -> None: ...
 
@@ -457,12 +457,12 @@ def test_suggested_hooks_exist() -> None:
         assert text.partition("(")[0] in hooks, text
 
 
-def test_a_metric_without_a_loss_belongs_into_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_without_a_loss_is_logged_with_advice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     val_step_with(lambda module, batch: {"val_acc": torch.tensor(0.5)})(tmp_path)
     assert "For a metric, call self.log('val_acc', ...) in val_step." in " ".join(caplog.messages)
 
 
-def test_the_best_checkpoint_is_evaluated_as_the_error_says(tmp_path: Path) -> None:
+def test_the_suggested_call_evaluates_the_best_checkpoint(tmp_path: Path) -> None:
     keeping = ts.DefaultCheckpointerArguments(monitor="val/loss", mode="max")  # the worst loss, which is the first
     module = Classifier(numbers(16), validate=True)
     trainer = ts.Trainer(module, arguments(tmp_path, epochs=3, checkpointer_args=keeping))

@@ -1,4 +1,4 @@
-"""Arguments and calls of pytorch-accelerated, Hezar and fastNLP: they work, or name the correction."""
+"""Arguments and calls of pytorch-accelerated, Hezar and fastNLP: they work, or the error names the correction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_weighted_sampler_balances_classes_and_resumes_exactly(tmp_path: Path)
     whole, trainer = balanced(str(tmp_path / "whole"))
     trainer.train()
     assert len(whole.seen) == 400
-    assert 140 < sum(whole.seen) < 260  # a half; without weights it would be 40
+    assert 140 < sum(whole.seen) < 260  # half of them; 40 without weights
 
     first, stopped = balanced(str(tmp_path / "cut"))
     stopped.on(ts.Event.TRAIN_STEP_END)(lambda trainer, step: step == 9 and trainer.request_stop("half"))
@@ -74,7 +74,7 @@ def test_a_weighted_sampler_balances_classes_and_resumes_exactly(tmp_path: Path)
 
 
 @pytest.mark.spec("PA-15")
-def test_lengths_of_loaders_are_answered_with_the_steps_of_an_epoch() -> None:
+def test_loader_length_placeholders_are_refused_with_a_correction() -> None:
     for name in ("TRAIN_DATALOADER_LEN", "EVAL_DATALOADER_LEN"):
         with pytest.raises(AttributeError, match=r"several batches of a loader\. Write placeholders\.STEPS_PER_EPOCH"):
             getattr(placeholders, name)
@@ -83,7 +83,7 @@ def test_lengths_of_loaders_are_answered_with_the_steps_of_an_epoch() -> None:
 
 
 @pytest.mark.spec("PA-23")
-def test_a_trainer_that_exists_loads_one_checkpoint_after_the_other(tmp_path: Path) -> None:
+def test_a_trainer_loads_several_checkpoints_one_after_another(tmp_path: Path) -> None:
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments(keep_last=9)}
     trainer = train(Classifier(validate=True, scheduler=True, dropout=0.5), tmp_path, epochs=3, **saves)
     measured = {record.step: record.value for record in trainer.history.records("val/loss")}
@@ -125,13 +125,13 @@ def test_print_takes_the_keywords_of_print(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.spec("PA-34")
-def test_the_plan_as_a_dict_has_the_total_of_steps(tmp_path: Path) -> None:
+def test_the_plan_as_a_dict_has_the_total_steps(tmp_path: Path) -> None:
     plan = ts.Trainer(supervised(), arguments(tmp_path, epochs=3)).plan
     assert plan.to_dict()["total_steps"] == plan.total_steps == 6
 
 
 @pytest.mark.spec("PA-40")
-def test_a_run_is_shortened_from_outside_of_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_environment_variable_shortens_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINSTACK_FAST_DEV_RUN", "2")
     assert train(Classifier(), tmp_path, epochs=9).state.global_step == 2
     monkeypatch.setenv("TRAINSTACK_FAST_DEV_RUN", "yes")
@@ -140,7 +140,7 @@ def test_a_run_is_shortened_from_outside_of_the_script(monkeypatch: pytest.Monke
 
 
 @pytest.mark.spec("PA-40")
-def test_a_checkpoint_before_the_decay_and_an_export_after_it_take_two_lines(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_pinned_at_any_step(tmp_path: Path) -> None:
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments(keep_last=1)}
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=2, **saves))
     trainer.call_at_step(round(0.75 * trainer.plan.total_steps), lambda trainer: trainer.save_checkpoint(pin=True))
@@ -152,14 +152,14 @@ def test_a_checkpoint_before_the_decay_and_an_export_after_it_take_two_lines(tmp
 
 
 @pytest.mark.spec("HZ-05")
-def test_the_id_of_a_model_on_the_hub_is_answered_with_the_call_that_downloads_it(tmp_path: Path) -> None:
+def test_a_hub_id_as_path_is_refused_with_a_correction(tmp_path: Path) -> None:
     args = arguments(tmp_path, init_weights_from="hezarai/bert-base-fa")
     with pytest.raises(ts.CheckpointNotFoundError, match=r"snapshot_download\('hezarai/bert-base-fa'\)"):
         ts.Trainer(supervised(), args).train()
 
 
 @pytest.mark.spec("HZ-09")
-def test_one_argument_repeats_dropout_as_well(tmp_path: Path) -> None:
+def test_seed_everything_also_repeats_dropout(tmp_path: Path) -> None:
     def weights(name: str) -> torch.Tensor:
         trainer = train(Classifier(dropout=0.5), tmp_path / name, seed=5, seed_everything=True)
         return torch.cat([parameter.detach().flatten() for parameter in trainer.module.parameters()])
@@ -170,7 +170,7 @@ def test_one_argument_repeats_dropout_as_well(tmp_path: Path) -> None:
 
 
 class Right:
-    """A metric as allennlp has them: called, and `get_metric(reset)`."""
+    """A metric in the form of allennlp: called, and read by `get_metric(reset)`."""
 
     def __init__(self) -> None:
         self.right, self.seen = 0, 0
@@ -186,7 +186,7 @@ class Right:
 
 
 class RightOfFastNLP(Right):
-    """As fastNLP has them."""
+    """A metric in the form of fastNLP."""
 
     update = Right.__call__
 
@@ -206,7 +206,7 @@ def both_kinds(directory: str, backend: str = "ddp") -> dict[str, float]:
 
 @pytest.mark.spec("FN-13", "HZ-19")
 @pytest.mark.distributed
-def test_metrics_with_get_metric_are_taken_and_a_monitor_needs_no_prefix(tmp_path: Path) -> None:
+def test_metrics_with_get_metric_work_on_all_ranks(tmp_path: Path) -> None:
     one = both_kinds(str(tmp_path), "sp")
     assert one["val/a"] == one["val/f/acc"] > 0
     assert run_world(2, both_kinds, directory=str(tmp_path)) == [pytest.approx(one)] * 2
@@ -227,13 +227,13 @@ def test_metrics_with_get_metric_are_taken_and_a_monitor_needs_no_prefix(tmp_pat
         ({"task": "text_classification"}, r"Write the metrics by name.*docs/recipes/"),
     ],
 )
-def test_other_libraries_values_are_answered_with_a_correction(changes: Any, message: str, tmp_path: Path) -> None:
+def test_values_of_other_libraries_are_refused_with_a_correction(changes: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         arguments(tmp_path, **changes)
 
 
 @pytest.mark.spec("FN-11", "FN-29")
-def test_arguments_of_a_run_and_loops_are_refused_where_they_do_not_belong(tmp_path: Path) -> None:
+def test_train_refuses_arguments_of_the_run_and_loops(tmp_path: Path) -> None:
     trainer = ts.Trainer(supervised(), arguments(tmp_path))
     for name, message in {
         "max_train_steps_per_epoch": r"dataclasses\.replace\(trainer\.args, max_train_steps_per_epoch",
@@ -247,7 +247,7 @@ def test_arguments_of_a_run_and_loops_are_refused_where_they_do_not_belong(tmp_p
 
 
 @pytest.mark.spec("FN-08")
-def test_a_function_takes_the_place_of_the_training_step(tmp_path: Path) -> None:
+def test_a_function_may_replace_the_training_step(tmp_path: Path) -> None:
     def step(module: Any, global_step: int, batch: Any, device: Any) -> Any:
         calls.append(global_step)
         return {"loss": 2.0 * nn.functional.cross_entropy(module.model(batch[0]), batch[1])}
@@ -268,7 +268,7 @@ def test_a_function_takes_the_place_of_the_training_step(tmp_path: Path) -> None
 
 
 @pytest.mark.spec("FN-17")
-def test_a_model_may_return_its_target_and_not_another_one(tmp_path: Path) -> None:
+def test_a_model_may_return_its_target_but_no_other(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self, other: bool) -> None:
             super().__init__()
@@ -287,7 +287,7 @@ def test_a_model_may_return_its_target_and_not_another_one(tmp_path: Path) -> No
 
 
 @pytest.mark.spec("FN-10")
-def test_a_model_with_train_step_is_told_of_forward_fn(tmp_path: Path) -> None:
+def test_a_model_without_forward_gets_advice_on_forward_fn(tmp_path: Path) -> None:
     class Net(nn.Linear):
         forward = nn.Module.forward  # type: ignore[assignment]
 
@@ -300,7 +300,7 @@ def test_a_model_with_train_step_is_told_of_forward_fn(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-12")
-def test_a_single_callback_is_a_list_of_one(tmp_path: Path) -> None:
+def test_a_single_callback_needs_no_list(tmp_path: Path) -> None:
     for given in (callbacks.EarlyStopping(), callbacks.EarlyStopping):
         trainer = ts.Trainer(supervised(), arguments(tmp_path), callbacks=given)
         assert [type(one) for one in trainer.events.callbacks.values()] == [callbacks.EarlyStopping]
@@ -319,7 +319,7 @@ class InOwnOrder(ts.SupervisedModule):
 
 
 @pytest.mark.spec("FN-21")
-def test_the_first_batches_of_a_batch_sampler_are_overfitted_under_the_loader_s_name(tmp_path: Path) -> None:
+def test_overfit_batches_works_with_a_batch_sampler(tmp_path: Path) -> None:
     module = InOwnOrder(nn.Linear(6, 3), nn.CrossEntropyLoss(), "sgd", numbers(30), {"dev": numbers(30)})
     trainer = train(module, tmp_path, epochs=4, overfit_batches=2, monitor="val/dev/loss")
     assert len(module.seen) == 8
@@ -329,7 +329,7 @@ def test_the_first_batches_of_a_batch_sampler_are_overfitted_under_the_loader_s_
 
 
 @pytest.mark.spec("FN-33")
-def test_ctrl_c_returns_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_train_returns_on_ctrl_c_if_requested(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background processes
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
     for on_interrupt in ("raise", "return"):
@@ -347,7 +347,7 @@ def test_ctrl_c_returns_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("FN-43")
-def test_weights_go_into_a_buffer(tmp_path: Path) -> None:
+def test_weights_can_be_exported_into_a_buffer(tmp_path: Path) -> None:
     module, buffer = nn.Linear(2, 2), io.BytesIO()
     module.register_parameter("tied", module.weight)
     assert ts.export_model(module, buffer) is None
@@ -361,7 +361,7 @@ def test_weights_go_into_a_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.spec("FN-54")
 @pytest.mark.parametrize(("kind", "saved"), [(RuntimeError, True), (ValueError, False)])
-def test_an_exception_of_a_named_type_is_saved(kind: type[Exception], saved: bool, tmp_path: Path) -> None:
+def test_a_named_exception_saves_a_checkpoint(kind: type[Exception], saved: bool, tmp_path: Path) -> None:
     def fail() -> None:
         raise kind("failed")
 

@@ -12,7 +12,7 @@ from trainstack import TrainerArguments
 from trainstack.errors import ConfigurationError
 
 
-def test_jsonargparse_makes_them_of_options() -> None:
+def test_jsonargparse_builds_arguments_from_options() -> None:
     jsonargparse = pytest.importorskip("jsonargparse")
 
     def main(args: TrainerArguments, lr: float = 0.1) -> Any:
@@ -24,7 +24,7 @@ def test_jsonargparse_makes_them_of_options() -> None:
     assert (args.epochs, args.checkpointer_args.keep_last, args.writers, lr) == (3, 2, ("csv",), 0.5)
 
 
-def test_pydantic_validates_and_serializes_them() -> None:
+def test_pydantic_validates_and_serializes_arguments() -> None:
     pydantic = pytest.importorskip("pydantic")
     model = pydantic.create_model("Model", trainer=(TrainerArguments, TrainerArguments()))
     made = model.model_validate({"trainer": {"epochs": 3, "checkpointer_args": {"keep_last": 2}}})
@@ -36,7 +36,7 @@ def test_pydantic_validates_and_serializes_them() -> None:
         model.model_validate({"trainer": {"max_epochs": 3}})
 
 
-def test_omegaconf_takes_the_plain_fields() -> None:
+def test_omegaconf_reads_the_plain_fields() -> None:
     omegaconf = pytest.importorskip("omegaconf").OmegaConf
     words = ["checkpointer_args__keep_last=2", "epochs=3", "max_steps=0.5", "clip_grads=false"]
     config = omegaconf.merge(omegaconf.structured(ts.ParserArguments), omegaconf.from_dotlist(words))
@@ -45,7 +45,7 @@ def test_omegaconf_takes_the_plain_fields() -> None:
     assert omegaconf.to_object(omegaconf.structured(ts.ParserArguments)).to_arguments() == TrainerArguments()
 
 
-def test_hf_argument_parser_takes_the_plain_fields() -> None:
+def test_hf_argument_parser_reads_the_plain_fields() -> None:
     parser = pytest.importorskip("transformers").HfArgumentParser(ts.ParserArguments)
     words = ["--epochs", "3", "--max_steps", "10", "--writers", "[csv]", "--use_gpu", "False", "--monitor_mode", "max"]
     (parsed,) = parser.parse_args_into_dataclasses([*words, "--monitor", "val/accuracy"])

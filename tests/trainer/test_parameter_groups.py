@@ -30,7 +30,7 @@ class Net(nn.Module):
 DATA = TensorDataset(torch.arange(20) % 5, torch.randn(20, 1, generator=torch.Generator().manual_seed(0)))
 
 
-def test_layer_decay_and_no_decay() -> None:
+def test_groups_have_layer_decay_and_no_weight_decay() -> None:
     net = Net()
     groups = ts.parameter_groups(net, lr=1.0, weight_decay=0.1, layer_decay=0.5)
     found = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
@@ -42,7 +42,7 @@ def test_layer_decay_and_no_decay() -> None:
     assert found[id(net.norm.weight)] == (1.0, 0.0)
 
 
-def test_patterns_without_decay() -> None:
+def test_parameters_that_match_no_decay_have_no_decay() -> None:
     net = Net()
     groups = ts.parameter_groups(net, lr=1.0, weight_decay=0.1, no_decay=["embed.*", "head.bias"])
     free = next(group for group in groups if not group["weight_decay"])
@@ -57,7 +57,7 @@ def test_patterns_without_decay() -> None:
         ({"layer_decay": 1.5}, "above 0 and up to 1"),
     ],
 )
-def test_mistakes_are_refused(options: Any, said: str) -> None:
+def test_wrong_options_are_refused(options: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said.replace("*", r"\*")):
         ts.parameter_groups(Net(), lr=1.0, **options)
     with pytest.raises(ConfigurationError, match="requires layers with numbers"):
@@ -73,7 +73,7 @@ def train(folder: Path, net: Net, optimizer: Any, **options: Any) -> ts.Trainer:
     return trainer
 
 
-def test_muon_for_matrices_and_adamw_for_the_rest(tmp_path: Path) -> None:
+def test_a_dict_assigns_matrices_to_muon(tmp_path: Path) -> None:
     net = Net()
     seen: list[Any] = []
     spy = {"matrices": lambda p, lr: seen.append(list(p)) or torch.optim.Muon(seen[-1], lr=lr), "rest": "adamw"}
@@ -96,7 +96,7 @@ def test_a_function_may_return_several_optimizers(tmp_path: Path) -> None:
     assert not any(map(torch.equal, before, net.parameters()))
 
 
-def test_keys_that_do_not_fit_are_refused() -> None:
+def test_keys_without_matching_parameters_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Add the key 'rest'"):
         ts.split_parameters(Net(), ["matrices"])
     with pytest.raises(ConfigurationError, match="matches no parameter"):

@@ -30,7 +30,7 @@ def copy_of(trainer: ts.Trainer) -> ts.Trainer:
     return made
 
 
-def test_a_copy_made_before_training_trains_alike(tmp_path: Path) -> None:
+def test_a_copy_made_before_training_ends_with_equal_weights(tmp_path: Path) -> None:
     trainer = make(tmp_path / "one")
     copied = copy_of(make(tmp_path / "two"))
     trainer.train()
@@ -38,7 +38,7 @@ def test_a_copy_made_before_training_trains_alike(tmp_path: Path) -> None:
     assert all(map(torch.equal, trainer.module.parameters(), copied.module.parameters()))
 
 
-def test_a_copy_made_after_training_evaluates_and_exports(tmp_path: Path) -> None:
+def test_a_copy_of_a_finished_trainer_evaluates_and_exports(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", overwrite=True)
     trainer.user_state["note"] = 3
     trainer.train()
@@ -49,18 +49,21 @@ def test_a_copy_made_after_training_evaluates_and_exports(tmp_path: Path) -> Non
     copied.validate()
     assert copied.history.get_latest_metric("val/loss") == before
     copied.export(tmp_path / "export")
-    copied.train()  # it is through
+    copied.train()  # does nothing: the run is finished
     with pytest.raises(ConfigurationError, match="resume=True"):
         copied.train(epochs=3)
     assert copy_of(copied).state.global_step == 8
 
 
-def test_a_copy_of_a_stopped_one_does_not_train(tmp_path: Path) -> None:
+def test_a_copy_of_a_stopped_trainer_evaluates_but_cannot_train(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.on(ts.Event.TRAIN_STEP_END)(lambda trainer: trainer.request_stop("enough"))
     trainer.train()
     copied = copy_of(trainer)
-    copied.validate()
+    assert copied.state.global_step == 1
+    assert copied.validate().metrics == trainer.validate().metrics
+    with pytest.raises(ConfigurationError, match="resume=True"):
+        copied.train()
 
 
 def test_objects_that_cannot_be_pickled_are_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def usual_umask() -> Iterator[None]:
 
 
 def modes(folder: Path) -> set[tuple[str, str]]:
-    """Kinds and modes of the folder and of all in it."""
+    """The kinds and modes of the folder and its entries."""
     found = set()
     for path in (folder, *folder.rglob("*")):
         mode = path.stat().st_mode
@@ -46,13 +46,14 @@ def train(folder: Path, **changes: Any) -> ts.Trainer:
 PRIVATE = {("folder", "0o700"), ("file", "0o600")}
 
 
-def test_private_files_belong_to_their_owner_alone(tmp_path: Path) -> None:
+def test_private_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     train(tmp_path / "run", private_files=True)
     train(tmp_path / "run", private_files=True, resume=True, epochs=2)
 
     assert modes(tmp_path / "run") == PRIVATE
 
 
+@pytest.mark.usefixtures("unprobed")
 def test_a_private_run_keeps_its_files_private(tmp_path: Path) -> None:
     train(tmp_path / "run", backend="sp-dp", differential_privacy_args=REPRODUCIBLE)
 
@@ -74,14 +75,14 @@ def test_one_private_run_does_not_change_the_files_of_another(tmp_path: Path) ->
     assert ("folder", "0o700") not in modes(tmp_path / "run-2")
 
 
-def test_folders_elsewhere_are_private_as_well(tmp_path: Path) -> None:
+def test_folders_outside_of_output_dir_are_also_private(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "saved"), model_state_save_dir=str(tmp_path / "m"))
     train(tmp_path / "run", private_files=True, checkpointer_args=saving)
 
     assert modes(tmp_path / "saved") == modes(tmp_path / "m") == PRIVATE
 
 
-def test_a_private_folder_is_private_by_each_of_its_names(tmp_path: Path) -> None:
+def test_a_private_folder_is_private_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     trainer = train(tmp_path / "link", private_files=True)

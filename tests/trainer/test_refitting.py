@@ -1,4 +1,4 @@
-"""The errors that the trial before training treats as errors of memory, and those that it raises."""
+"""The trial before training: errors that count as out of memory, and errors that it raises."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, train, weights
 
 TOO_MUCH = 1 << 60
-"""Bytes that no machine has: asking for them fails as memory that has run out does."""
+"""Bytes: more than any machine has, so that the allocation fails."""
 
 
 class Hungry(Classifier):
-    """From some step on no more than `most` samples fit into a pass."""
+    """From step `since` on, no more than `most` samples fit into a pass."""
 
     def __init__(self, most: int, since: int = 1) -> None:
         super().__init__()
@@ -30,21 +30,21 @@ class Hungry(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_an_error_of_the_allocator_of_the_host_counts_as_one_of_memory(tmp_path: Path) -> None:
+def test_a_host_allocation_error_halves_the_micro_batch(tmp_path: Path) -> None:
     module = Hungry(most=3)
     trainer = train(module, tmp_path, fit_micro_batch=True)
     assert module.sizes[:4] == [8, 4, 2, 2]
     assert trainer.plan.micro_batch == 2
 
 
-def test_memory_that_runs_out_in_training_is_an_error(tmp_path: Path) -> None:
+def test_out_of_memory_during_training_is_an_error(tmp_path: Path) -> None:
     module = Hungry(most=3, since=3)
     with pytest.raises(RuntimeError, match="allocate"):
         train(module, tmp_path, fit_micro_batch=True)
     assert module.sizes == [8, 8, 8, 8]
 
 
-def test_an_error_that_is_none_of_memory_goes_through(tmp_path: Path) -> None:
+def test_other_errors_of_the_trial_are_raised(tmp_path: Path) -> None:
     class Broken(Hungry):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             raise RuntimeError("something else")
@@ -53,14 +53,14 @@ def test_an_error_that_is_none_of_memory_goes_through(tmp_path: Path) -> None:
         train(Broken(most=8), tmp_path, fit_micro_batch=True)
 
 
-def test_always_is_refused_with_a_correction(tmp_path: Path) -> None:
+def test_fit_micro_batch_always_is_refused_with_a_correction(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"fit_micro_batch='always': .* Write fit_micro_batch=True"):
         arguments(tmp_path, fit_micro_batch="always")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_of_a_gpu_that_runs_out_in_a_backward_pass(tmp_path: Path) -> None:
+def test_a_trial_fits_the_micro_batch_into_gpu_memory(tmp_path: Path) -> None:
     class Large(Classifier):
         """Keeps a few tensors of 128 MiB a sample for the backward pass."""
 

@@ -1,10 +1,11 @@
-"""In which folder a run keeps its files, and that a new run never replaces those of another."""
+"""The folder of a run: how it is chosen, and that a new run never replaces the files of another."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 import trainstack as ts
 from tests.helpers import launched
 from tests.helpers.modules import Classifier, numbers
+from tests.helpers.processes import run_world
 from tests.helpers.scripts import run_python
 from trainstack.checkpointing import Lease
 from trainstack.checkpointing.directory import list_checkpoints
@@ -34,7 +36,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin_another_process() -> None:
-    """Forget values that a new process does not have."""
+    """Remove state that a new process does not have."""
     run_directory._finished.clear()
 
 
@@ -50,13 +52,13 @@ def trained(**changes: Any) -> ts.Trainer:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The entries of `folder` without the lease, whose number rises with each start."""
+    """The files in `folder` without the lease, whose number increases at each start."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and ".lease-" not in path.name]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def stop_at(step: int, **changes: Any) -> ts.Trainer:
-    """A training that an exception ends in this step, as a kill would: nothing is saved there."""
+    """A training that ends by an exception in this step. As after a kill, no checkpoint of the step exists."""
     trainer = make(**changes)
 
     @trainer.on(ts.Event.TRAIN_STEP_END)
@@ -72,7 +74,7 @@ def stop_at(step: int, **changes: Any) -> ts.Trainer:
 # --- the default: a folder for each run
 
 
-def test_each_run_gets_a_folder_and_leaves_those_of_others_alone() -> None:
+def test_each_run_has_a_separate_folder() -> None:
     first = trained()
     before = contents(first.output_dir)
     second = trained()
@@ -89,7 +91,7 @@ def test_the_plan_shows_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"runs/{trainer.output_dir.name}" in capsys.readouterr().out
 
 
-def test_a_call_that_writes_nothing_makes_no_folder() -> None:
+def test_a_call_without_output_creates_no_folder() -> None:
     make(**NOTHING).train()
     samples = DataLoader(numbers(16), batch_size=4)
     trainer = ts.Trainer(Classifier(numbers(16), validate=True), make().args)
@@ -112,11 +114,11 @@ def test_auto_continues_the_newest_unfinished_run() -> None:
     assert new.output_dir not in (unfinished.output_dir, whole.output_dir)
 
 
-def test_auto_does_not_take_the_run_of_another_script_or_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_ignores_runs_of_another_script_or_module(monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = stop_at(3, epochs=2)
 
     class Other(Classifier):
-        """The same, by another name."""
+        """The same class with another name."""
 
     other = ts.Trainer(Other(numbers(16)), make(resume="auto").args)
     assert other.output_dir != unfinished.output_dir
@@ -124,7 +126,7 @@ def test_auto_does_not_take_the_run_of_another_script_or_module(monkeypatch: pyt
     assert make(resume="auto").output_dir != unfinished.output_dir
 
 
-def test_a_damaged_record_leads_to_no_checkpoint() -> None:
+def test_auto_ignores_a_run_with_a_damaged_record() -> None:
     unfinished = stop_at(3, epochs=2)
     file = unfinished.output_dir / FILE_NAME
     data = file.read_bytes()
@@ -137,13 +139,13 @@ def test_a_damaged_record_leads_to_no_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"record_xxh3_128": 1}', "null", "1e999"])
-def test_a_file_without_a_valid_record_is_none(text: str, tmp_path: Path) -> None:
+def test_a_file_without_a_valid_record_is_not_read(text: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(text)
 
     assert read_record(tmp_path) is None
 
 
-def test_auto_leaves_a_running_training_alone() -> None:
+def test_auto_ignores_a_run_that_is_training() -> None:
     unfinished = stop_at(3, epochs=2)
     lease = Lease.acquire([unfinished.output_dir])
     assert make(resume="auto").output_dir != unfinished.output_dir
@@ -152,7 +154,7 @@ def test_auto_leaves_a_running_training_alone() -> None:
 
 
 @pytest.mark.parametrize("ending", ["_backup", ".bak"])
-def test_auto_passes_over_a_copy_of_a_run(ending: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_ignores_a_copy_of_a_run(ending: str, caplog: pytest.LogCaptureFixture) -> None:
     unfinished = stop_at(3, epochs=2)
     copy = unfinished.output_dir.with_name(unfinished.output_dir.name + ending)
     shutil.copytree(unfinished.output_dir, copy)
@@ -160,17 +162,17 @@ def test_auto_passes_over_a_copy_of_a_run(ending: str, caplog: pytest.LogCapture
 
     assert make(epochs=2, resume="auto").output_dir == unfinished.output_dir
     assert any(copy.name in record.message and "ignored" in record.message for record in caplog.records)
-    again = trained(epochs=2, resume=str(copy))  # a copy that is named becomes a run
+    again = trained(epochs=2, resume=str(copy))  # an explicit path makes the copy a run
     assert again.output_dir == copy
     record = read_record(copy)
     assert record is not None
     assert record.folder == copy.name
 
 
-def test_a_run_that_another_process_has_just_begun_to_train_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_does_not_wait_for_a_held_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = stop_at(3, epochs=2)
     other = Lease.acquire([unfinished.output_dir])
-    monkeypatch.setattr(run_directory, "is_held_here", lambda _: False)  # as at the moment before
+    monkeypatch.setattr(run_directory, "is_held_here", lambda _: False)  # the other process acquires it after the check
     begin_another_process()
     second = trained(epochs=2, resume="auto")
     with pytest.raises(ts.LeaseError):
@@ -181,7 +183,7 @@ def test_a_run_that_another_process_has_just_begun_to_train_is_not_waited_for(mo
     assert second.output_dir.parent == unfinished.output_dir.parent
 
 
-def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compares_command_line_arguments_except_resume_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
     unfinished = stop_at(3, epochs=2)
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.001"])
@@ -198,7 +200,7 @@ def test_auto_leaves_a_run_alone_that_other_words_have_started(monkeypatch: pyte
         assert make(resume="auto").output_dir != unfinished.output_dir
 
 
-def test_sessions_without_a_script_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_distinguishes_sessions_without_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     unfinished = stop_at(3, epochs=2)
     assert make(resume="auto").output_dir == unfinished.output_dir
@@ -208,7 +210,7 @@ def test_sessions_without_a_script_are_distinguished(monkeypatch: pytest.MonkeyP
     assert make(resume="auto").output_dir != unfinished.output_dir
 
 
-def test_folds_that_are_trained_are_not_trained_again() -> None:
+def test_auto_does_not_repeat_finished_folds() -> None:
     first = trained()
     broken = stop_at(3, epochs=2)
     begin_another_process()
@@ -221,9 +223,15 @@ def test_folds_that_are_trained_are_not_trained_again() -> None:
     assert make(resume="auto").output_dir != first.output_dir
 
 
-@pytest.mark.parametrize("resume", [True, "auto", "best"])
-@pytest.mark.parametrize("mode", ["weights", "weights_and_optimizer"])
-def test_a_new_run_from_the_weights_of_another_leaves_that_one_alone(resume: Any, mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "resume"),
+    [
+        *(("weights", resume) for resume in (True, "auto", "best")),
+        ("weights_and_optimizer", "auto"),
+        *(pytest.param("weights_and_optimizer", resume, marks=pytest.mark.long) for resume in (True, "best")),
+    ],
+)
+def test_a_weights_resume_starts_a_new_folder(resume: Any, mode: Any) -> None:
     saving = ts.DefaultCheckpointerArguments(monitor="train/loss_epoch")
     unfinished = stop_at(3, epochs=2, checkpointer_args=saving)
     before = contents(unfinished.output_dir)
@@ -238,15 +246,15 @@ def test_a_new_run_from_the_weights_of_another_leaves_that_one_alone(resume: Any
     assert contents(unfinished.output_dir).keys() >= before.keys()
 
 
-def test_a_link_to_nothing_with_the_name_of_a_lease_blocks_nothing(tmp_path: Path) -> None:
+def test_a_broken_link_named_as_a_lease_blocks_nothing(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lease-000000099.json").symlink_to("nowhere")
 
-    trained(output_dir="run", lease_timeout_s=2)  # it is taken over after this time, as one of a dead process
+    trained(output_dir="run", lease_timeout_s=0.5)  # after this time the lease counts as one of a dead process
 
 
 @pytest.mark.parametrize("resume", [True, "last", "best"])
-def test_the_newest_run_with_a_checkpoint_is_continued_also_when_it_is_finished(resume: Any) -> None:
+def test_resume_continues_the_newest_run_even_if_finished(resume: Any) -> None:
     finished = trained()
     saving = ts.DefaultCheckpointerArguments(monitor="train/loss_epoch")
     longer = trained(epochs=2, resume=resume, checkpointer_args=saving)
@@ -255,7 +263,7 @@ def test_the_newest_run_with_a_checkpoint_is_continued_also_when_it_is_finished(
     assert longer.state.global_step == 4
 
 
-def test_to_continue_where_nothing_is_names_the_way() -> None:
+def test_a_resume_without_a_run_suggests_auto() -> None:
     with pytest.raises(ts.CheckpointNotFoundError, match="resume='auto' to start a new run"):
         make(resume=True).train()
 
@@ -281,22 +289,22 @@ def test_a_new_run_logs_an_unfinished_one(caplog: pytest.LogCaptureFixture) -> N
     assert "resume='auto'" in line
 
 
-def test_trainings_of_one_process_do_not_continue_each_other() -> None:
+def test_runs_of_one_process_do_not_continue_each_other() -> None:
     finished = trained()
     unfinished = stop_at(1)
     record = read_record(unfinished.output_dir)
     assert record is not None
     replace(record, number=record.number + 5).write(
         unfinished.output_dir
-    )  # of a later trainer of a script that was killed
+    )  # as of a later trainer in a script that was killed
 
     assert make(resume="auto").output_dir not in (finished.output_dir, unfinished.output_dir)
 
 
-def test_two_runs_at_once_get_two_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_simultaneous_runs_have_separate_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = make(), make()
     assert first.output_dir != second.output_dir
-    second._context.directory.settle(first.output_dir)  # as if they had drawn the same name
+    second._context.directory.settle(first.output_dir)  # as if both had the same random name
     first.train()
     with pytest.raises(ts.ConfigurationError, match="holds a run already"):
         second.train()
@@ -306,7 +314,7 @@ def test_two_runs_at_once_get_two_folders(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("left", [FILE_NAME, "metrics.csv", "report.html", "checkpoints/checkpoint-000000002"])
-def test_a_folder_with_anything_of_a_run_is_refused_with_the_ways_that_work(left: str) -> None:
+def test_a_folder_with_remains_of_a_run_is_refused(left: str) -> None:
     trained(output_dir="kept")
     for path in [Path("kept", name) for name in contents(Path("kept"))]:
         if not str(path.relative_to("kept")).startswith(left):
@@ -330,7 +338,7 @@ def test_a_folder_with_anything_of_a_run_is_refused_with_the_ways_that_work(left
     trained(output_dir="kept", overwrite=True)
 
 
-def test_a_file_that_a_run_would_replace_is_not_called_a_run() -> None:
+def test_a_foreign_metrics_file_is_not_replaced() -> None:
     Path("mine").mkdir()
     Path("mine", "metrics.csv").write_text("a,b\n1,2\n")
 
@@ -339,7 +347,7 @@ def test_a_file_that_a_run_would_replace_is_not_called_a_run() -> None:
     assert Path("mine", "metrics.csv").read_text() == "a,b\n1,2\n"
 
 
-def test_other_files_in_the_folder_do_not_count_as_a_run() -> None:
+def test_unrelated_files_do_not_count_as_a_run() -> None:
     Path("mine").mkdir()
     Path("mine", "notes.txt").write_text("mine")
     trained(output_dir="mine")
@@ -347,7 +355,7 @@ def test_other_files_in_the_folder_do_not_count_as_a_run() -> None:
     assert Path("mine", "metrics.csv").exists()
 
 
-def test_overwrite_deletes_the_run_and_nothing_else() -> None:
+def test_overwrite_deletes_only_the_files_of_the_run() -> None:
     trained(output_dir="kept", epochs=3, writers=["csv", "jsonl", "tensorboard"])
     strangers = ["notes.txt", "metrics.old.csv", "tensorboard/events.out.tfevents.1.host.2", "checkpoints/notes.txt"]
     strangers += ["privacy-ledger.jsonl", "checkpoints/mine-000000007/model.bin"]
@@ -363,7 +371,7 @@ def test_overwrite_deletes_the_run_and_nothing_else() -> None:
     assert (new.output_dir / "metrics.csv").read_bytes() == (fresh.output_dir / "metrics.csv").read_bytes()
 
 
-def test_overwrite_keeps_a_folder_best_that_the_run_has_not_written() -> None:
+def test_overwrite_keeps_a_foreign_folder_named_best() -> None:
     for name, is_own in (("first", True), ("second", False)):
         args = make(output_dir=name, epochs=2).args
         ts.Trainer(Classifier(numbers(16)), args, callbacks=[BestCheckpoint("train/loss")] if is_own else []).train()
@@ -375,25 +383,25 @@ def test_overwrite_keeps_a_folder_best_that_the_run_has_not_written() -> None:
     assert Path("second/best/thesis.tex").exists()
 
 
-def test_overwrite_of_an_empty_folder_is_a_plain_start() -> None:
+def test_overwrite_of_an_empty_folder_starts_a_run() -> None:
     trained(output_dir="new", overwrite=True)
 
     assert read_record(Path("new")) is not None
 
 
 @pytest.mark.parametrize("resume", [True, "auto", "last", "best", "kept"])
-def test_overwrite_and_resume_contradict_each_other(resume: Any) -> None:
+def test_overwrite_together_with_resume_is_refused(resume: Any) -> None:
     with pytest.raises(ts.ConfigurationError, match="Write one of them"):
         make(output_dir="kept", overwrite=True, resume=resume)
 
 
 @pytest.mark.parametrize("name", ["overwrite", "private_files"])
-def test_values_that_are_not_flags_are_refused(name: str) -> None:
+def test_values_other_than_booleans_are_refused(name: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=f"{name}='yes'"):
         make(**{name: "yes"})
 
 
-def test_trainers_that_only_evaluate_are_not_refused() -> None:
+def test_evaluation_in_the_folder_of_a_run_is_allowed() -> None:
     trained(output_dir="kept")
     before = contents(Path("kept"))
     make(output_dir="kept").validate()
@@ -401,7 +409,7 @@ def test_trainers_that_only_evaluate_are_not_refused() -> None:
     assert contents(Path("kept")) == before
 
 
-def test_a_start_from_another_run_is_refused_in_the_folder_of_a_third() -> None:
+def test_a_run_cannot_replace_a_third_run() -> None:
     trained(output_dir="source")
     trained(output_dir="kept")
 
@@ -415,7 +423,7 @@ def test_a_start_from_another_run_is_refused_in_the_folder_of_a_third() -> None:
 
 
 @pytest.mark.parametrize("place", [{}, {"output_dir": "kept"}])
-def test_a_start_after_a_kill_before_the_first_checkpoint_replaces_its_own_files(place: dict[str, Any]) -> None:
+def test_a_restart_before_the_first_checkpoint_replaces_the_logs(place: dict[str, Any]) -> None:
     changes = {"writers": ["csv", "jsonl", "tensorboard"], "resume": "auto", **place}
     killed = stop_at(1, **changes)
     stop_at(1, **changes)
@@ -429,8 +437,8 @@ def test_a_start_after_a_kill_before_the_first_checkpoint_replaces_its_own_files
 
 
 @pytest.mark.parametrize("place", [{}, {"output_dir": "kept"}, {"checkpointer_args": "elsewhere"}])
-def test_a_run_whose_checkpoints_are_away_does_not_begin_again(place: dict[str, Any]) -> None:
-    if "checkpointer_args" in place:  # as a disk that is not mounted
+def test_a_run_with_missing_checkpoints_does_not_restart(place: dict[str, Any]) -> None:
+    if "checkpointer_args" in place:  # such as on a disk that is not mounted
         place = {"output_dir": "kept", "checkpointer_args": ts.DefaultCheckpointerArguments(save_dir="elsewhere")}
     killed = stop_at(3, epochs=2, resume="auto", **place)
     checkpoints = Path("elsewhere") if "checkpointer_args" in place else killed.output_dir / "checkpoints"
@@ -454,7 +462,7 @@ def test_a_run_whose_checkpoints_are_away_does_not_begin_again(place: dict[str, 
     assert again.output_dir == killed.output_dir
 
 
-def test_a_run_whose_checkpoints_are_away_continues_where_they_are() -> None:
+def test_a_run_continues_from_moved_checkpoints() -> None:
     stop_at(3, epochs=2, resume="auto", output_dir="kept")
     Path("kept/checkpoints").rename("away")
     begin_another_process()
@@ -465,7 +473,7 @@ def test_a_run_whose_checkpoints_are_away_continues_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_the_record_tells_that_a_checkpoint_was_saved(in_background: bool) -> None:
+def test_the_record_has_whether_a_checkpoint_was_saved(in_background: bool) -> None:
     saving = ts.DefaultCheckpointerArguments(async_save=in_background)
     record = read_record(stop_at(1, output_dir="first", epochs=2, checkpointer_args=saving).output_dir)
     assert record is not None
@@ -481,7 +489,7 @@ def test_the_record_tells_that_a_checkpoint_was_saved(in_background: bool) -> No
     assert record.run_id == trainer.checkpointer.run_id  # type: ignore[attr-defined]
 
 
-def test_a_checkpointer_of_the_user_that_finds_nothing_does_not_begin_again() -> None:
+def test_a_custom_checkpointer_without_result_does_not_restart() -> None:
     class Forgets(ts.AbstractCheckpointer):
         def load(self, *_: Any) -> ts.Checkpoint:
             return ts.Checkpoint()
@@ -504,7 +512,7 @@ def test_a_checkpointer_of_the_user_that_finds_nothing_does_not_begin_again() ->
         start(1)
 
 
-def test_another_run_is_not_taken_for_an_earlier_start() -> None:
+def test_a_different_record_is_not_an_earlier_start() -> None:
     killed = stop_at(1, output_dir="kept", resume="auto")
     record = read_record(killed.output_dir)
     assert record is not None
@@ -517,7 +525,7 @@ def test_another_run_is_not_taken_for_an_earlier_start() -> None:
 # --- paths
 
 
-def test_paths_are_those_of_the_moment_when_the_trainer_was_made(tmp_path: Path) -> None:
+def test_paths_are_resolved_when_the_trainer_is_made(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for place in ({}, {"output_dir": "kept"}):
         trainer = make(**place)
@@ -535,7 +543,7 @@ def test_paths_are_those_of_the_moment_when_the_trainer_was_made(tmp_path: Path)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_trainer_that_is_made_in_one_folder_and_trains_in_another(tmp_path: Path) -> None:
+def test_a_change_of_directory_moves_no_output(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     trainer = make(output_dir="kept")
     os.chdir(tmp_path / "elsewhere")
@@ -545,7 +553,7 @@ def test_a_trainer_that_is_made_in_one_folder_and_trains_in_another(tmp_path: Pa
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_a_current_folder_that_was_deleted_is_needed_for_relative_paths_only(tmp_path: Path) -> None:
+def test_a_deleted_current_folder_affects_relative_paths_only(tmp_path: Path) -> None:
     Path("gone").mkdir()
     os.chdir("gone")
     (tmp_path / "gone").rmdir()
@@ -555,7 +563,7 @@ def test_a_current_folder_that_was_deleted_is_needed_for_relative_paths_only(tmp
     assert trained(output_dir=str(tmp_path / "kept")).output_dir == tmp_path / "kept"
 
 
-def test_the_record_says_who_made_the_run() -> None:
+def test_the_record_names_the_module() -> None:
     record = read_record(trained().output_dir)
 
     assert record is not None
@@ -565,7 +573,7 @@ def test_the_record_says_who_made_the_run() -> None:
     assert record.order == 1
 
 
-def test_a_dev_run_writes_nothing_into_a_folder_with_a_run() -> None:
+def test_a_dev_run_writes_no_files() -> None:
     trained(output_dir="kept")
     before = contents(Path("kept"))
     trained(output_dir="kept", fast_dev_run=True)
@@ -580,7 +588,6 @@ def test_a_dev_run_writes_nothing_into_a_folder_with_a_run() -> None:
 SCRIPT = """
 import os, signal, sys
 import trainstack as ts
-from tests.helpers import launched
 from tests.helpers.modules import Classifier, numbers
 
 args = ts.TrainerArguments(train_batch_size=8, epochs=4, progress="none", writers=["csv"], resume=RESUME)
@@ -603,7 +610,7 @@ def run_script(resume: str, *, quiet: bool = False) -> subprocess.CompletedProce
 
 
 @pytest.mark.processes
-def test_a_script_that_is_interrupted_says_one_sentence_and_continues() -> None:
+def test_an_interrupted_script_prints_one_sentence_and_can_continue() -> None:
     pressed = run_script("False")
     (folder,) = Path("runs").iterdir()
     assert pressed.returncode == -2
@@ -627,9 +634,12 @@ def test_a_script_that_is_interrupted_says_one_sentence_and_continues() -> None:
 
 @pytest.mark.distributed
 def test_ranks_share_one_folder_and_a_restart_continues_there() -> None:
-    ends = ts.launch(launched.train_in_the_default_folder, nproc=2, max_restarts=1)
+    training = {"directory": os.getcwd(), "fresh": True}
+    killed, _ = run_world(2, launched.train_in_the_default_folder, is_killed=True, may_fail=True, **training)
+    ends = run_world(2, launched.train_in_the_default_folder, is_killed=False, **training)
 
+    assert killed["exit"] == -signal.SIGKILL
     (folder,) = Path("runs").iterdir()
-    assert ends == [(str(folder.absolute()), 4)] * 2
+    assert ends == [[str(folder.absolute()), 4]] * 2
     steps = [line.split(",")[0] for line in (folder / "metrics.csv").read_text().splitlines() if ",train/loss," in line]
     assert steps == ["1", "2", "3", "4"]

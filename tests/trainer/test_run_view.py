@@ -37,7 +37,7 @@ class TestTheViewOfARun:
         assert list(view.val_dataloaders) == ["default"]
 
     @pytest.mark.parametrize("name", ["epoch", "global_step", "batches", "train_dataloader", "new"])
-    def test_it_cannot_be_written_to(self, name: str, tmp_path: Path) -> None:
+    def test_it_is_read_only(self, name: str, tmp_path: Path) -> None:
         view = ts.Trainer(Classifier(validate=True), arguments(tmp_path)).view
         with pytest.raises(AttributeError):
             setattr(view, name, 1)

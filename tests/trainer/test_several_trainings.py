@@ -39,7 +39,7 @@ def test_two_trainers_log_at_their_own_levels(tmp_path: Path, caplog: pytest.Log
     assert "2 trainable parameters are in no optimizer and will not change: net.3.weight, net.3.bias" in caplog.text
 
 
-def test_training_again_does_nothing_more(tmp_path: Path) -> None:
+def test_training_a_finished_run_again_changes_nothing(tmp_path: Path) -> None:
     ended = []
     module = broken(on_end_train=lambda self, global_step: ended.append(global_step))
     trainer = train(module, tmp_path)
@@ -69,7 +69,7 @@ def test_training_continues_after_an_interruption(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [tuple, dict])
-def test_an_interrupted_step_gives_each_sample_to_the_end_of_the_epoch_once(form: type, tmp_path: Path) -> None:
+def test_outputs_of_an_interrupted_epoch_have_each_sample_once(form: type, tmp_path: Path) -> None:
     class Collects(Classifier):
         calls = 0
         seen: Any = None
@@ -93,7 +93,7 @@ def test_an_interrupted_step_gives_each_sample_to_the_end_of_the_epoch_once(form
     assert sorted(module.seen.tolist()) == sorted(numbers(16).tensors[0].tolist())
 
 
-def test_two_trainers_in_one_process_do_not_know_of_each_other(tmp_path: Path) -> None:
+def test_two_trainers_in_one_process_are_independent(tmp_path: Path) -> None:
     alone = train(Classifier(), tmp_path / "alone", epochs=2)
     one = ts.Trainer(Classifier(), arguments(tmp_path / "one", epochs=2))
     other = ts.Trainer(Classifier(numbers(30), seed=7), arguments(tmp_path / "other", epochs=1, backend="sp-amp"))
@@ -117,7 +117,7 @@ def test_a_validation_within_a_validation_is_refused(hook: str, tmp_path: Path) 
             start()
 
 
-def test_other_evaluations_within_a_validation_are_none_of_its_business(tmp_path: Path) -> None:
+def test_other_evaluations_within_a_validation_are_allowed(tmp_path: Path) -> None:
     class Looks(Classifier):
         def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return self.net(batch[0])
@@ -135,7 +135,7 @@ def test_other_evaluations_within_a_validation_are_none_of_its_business(tmp_path
     assert seen == [(16, 3)] * 2
 
 
-def test_a_trainer_is_not_copied(tmp_path: Path) -> None:
+def test_deepcopy_of_a_trainer_is_refused(tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path))
     with pytest.raises(ts.ConfigurationError, match=r"cannot be copied.*copy\.deepcopy\(trainer\.module\)"):
         copy.deepcopy(trainer)

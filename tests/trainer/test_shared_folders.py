@@ -1,4 +1,4 @@
-"""Runs that share a folder of checkpoints, exports or logs: none touches the files of another."""
+"""Runs that share a folder of checkpoints, exports or logs: no run changes the files of another."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_overwrite_deletes_only_the_files_of_its_run(name: str) -> None:
     assert set(owners("shared").values()) == {run_id_of("first"), run_id_of("second")}
 
 
-def test_each_run_continues_its_own_checkpoints_in_a_folder_of_several() -> None:
+def test_each_run_resumes_its_checkpoints_from_a_shared_folder() -> None:
     for folder in ("first", "second"):
         with pytest.raises(ZeroDivisionError):
             make(folder, fail, **shared()).train()
@@ -85,7 +85,7 @@ def test_each_run_continues_its_own_checkpoints_in_a_folder_of_several() -> None
     assert any("000000004" in name for name in by_run[run_id_of("second")])
 
 
-def test_a_save_outside_of_a_training_joins_no_other_run() -> None:
+def test_a_save_before_training_has_its_run_id() -> None:
     train("first", **shared())
     before = owners("shared")
     make("second", **shared()).save_checkpoint(force=True)
@@ -103,7 +103,7 @@ def test_logs_of_another_run_are_never_replaced(changes: dict[str, Any]) -> None
     with pytest.raises(ts.ConfigurationError, match=r"^tb_log_dir='logs' already holds logs.*tb_log_dir='logs-2'"):
         make("second", **logging, **changes).train()
     assert before == (Path("logs/metrics.csv").read_bytes(), Path("logs/run.json").read_bytes())
-    train("second", writer_args=ts.WriterArguments(tb_log_dir="logs-2"))  # the way that the error names
+    train("second", writer_args=ts.WriterArguments(tb_log_dir="logs-2"))  # the folder that the error suggests
     train("first", resume=True, epochs=3, **logging)
     train("first", overwrite=True, epochs=1, **logging)
     assert Path("logs/metrics.csv").stat().st_size < len(before[0])
@@ -129,7 +129,7 @@ def test_a_folder_that_a_training_writes_has_one_owner(place: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["link", "move"])
-def test_a_training_does_not_continue_in_the_folder_of_another_run(by: str) -> None:
+def test_a_training_stops_if_its_folder_is_exchanged(by: str) -> None:
     train("other")
     before = owners("other/checkpoints"), Path("other/metrics.csv").read_bytes()
     Path("real").mkdir()
@@ -153,7 +153,7 @@ def test_a_training_does_not_continue_in_the_folder_of_another_run(by: str) -> N
         assert before == (owners("real/checkpoints"), Path("real/metrics.csv").read_bytes())
 
 
-def test_a_checkpoint_of_another_run_is_not_replaced_by_path() -> None:
+def test_a_save_never_replaces_a_foreign_checkpoint() -> None:
     train("first")
     before = owners("first/checkpoints")
     second = train("second")
@@ -163,12 +163,12 @@ def test_a_checkpoint_of_another_run_is_not_replaced_by_path() -> None:
         ):
             second.save_checkpoint(path=f"first/checkpoints/{name}")
     for _ in range(2):
-        second.save_checkpoint(path="extra/mine")  # which has no run, and is replaced
+        second.save_checkpoint(path="extra/mine")  # a save without a run may be replaced
 
     assert owners("first/checkpoints") == before
 
 
-def test_nothing_is_saved_by_path_into_the_folder_of_a_running_training() -> None:
+def test_a_save_into_a_leased_folder_is_refused() -> None:
     second = train("second")
 
     def save() -> None:

@@ -6,6 +6,7 @@ import re
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def said(caplog: Logs, *words: str) -> list[str]:
     return [record.message for record in caplog.records if all(word in record.message for word in words)]
 
 
-# --- a metric with the right inputs
+# --- the inputs of a metric
 
 
 class Scored(Classifier):
@@ -56,7 +57,7 @@ def test_booleans_are_refused_as_predictions(form: Any, tmp_path: Path) -> None:
         train(Scored(form), tmp_path)
 
 
-def test_booleans_are_predictions_where_labels_are_booleans(tmp_path: Path) -> None:
+def test_booleans_are_predictions_for_boolean_labels(tmp_path: Path) -> None:
     class Binary(Scored):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return cross_entropy(self.net(batch[0]), batch[1].long())
@@ -76,11 +77,11 @@ def test_booleans_are_predictions_where_labels_are_booleans(tmp_path: Path) -> N
     ],
     ids=["both chosen", "named", "predictions"],
 )
-def test_the_choice_of_the_step_is_taken(form: Any, tmp_path: Path) -> None:
+def test_outputs_that_the_step_chose_are_accepted(form: Any, tmp_path: Path) -> None:
     assert "val/acc" in train(Scored(form), tmp_path).history.get_metric_names()
 
 
-# --- layers that PyTorch does not register (N-2)
+# --- layers that PyTorch does not register
 
 Pair = namedtuple("Pair", "first second")
 
@@ -100,7 +101,7 @@ Pair = namedtuple("Pair", "first second")
         (lambda: Pair(nn.Linear(2, 2), nn.Parameter(torch.zeros(2))), "tuple with 1 module and 1 parameter"),
     ],
 )
-def test_layers_in_containers_are_named(make: Any, message: str, tmp_path: Path, caplog: Logs) -> None:
+def test_unregistered_layers_in_containers_are_logged(make: Any, message: str, tmp_path: Path, caplog: Logs) -> None:
     module = Classifier(numbers(16))
     module.parts = make()
     train(module, tmp_path)
@@ -108,7 +109,7 @@ def test_layers_in_containers_are_named(make: Any, message: str, tmp_path: Path,
     assert re.search(message, told)
 
 
-def test_layers_in_a_list_of_a_submodule_are_named(tmp_path: Path, caplog: Logs) -> None:
+def test_unregistered_layers_of_a_submodule_are_logged(tmp_path: Path, caplog: Logs) -> None:
     class Net(nn.Sequential):
         def __init__(self, *parts: nn.Module) -> None:
             super().__init__(*parts)
@@ -120,7 +121,7 @@ def test_layers_in_a_list_of_a_submodule_are_named(tmp_path: Path, caplog: Logs)
     assert said(caplog, "Net._more is a list with 1 module")
 
 
-def test_lists_that_hold_nothing_to_train_are_left_alone(tmp_path: Path, caplog: Logs) -> None:
+def test_lists_without_trainable_layers_are_not_logged(tmp_path: Path, caplog: Logs) -> None:
     class Metric(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -140,7 +141,7 @@ def test_lists_that_hold_nothing_to_train_are_left_alone(tmp_path: Path, caplog:
     assert not said(caplog, "does not register")
 
 
-# --- parameters without a gradient (N-3)
+# --- parameters without a gradient
 
 
 class Parts(Classifier):
@@ -165,14 +166,14 @@ class Parts(Classifier):
 
 @pytest.mark.parametrize("mode", ["no_grad", "detached", "unused", "later"])
 @pytest.mark.parametrize("limit", [512, 4])
-def test_parameters_without_a_gradient_are_named(mode: str, limit: int, tmp_path: Path, caplog: Logs) -> None:
+def test_parameters_without_a_gradient_are_logged(mode: str, limit: int, tmp_path: Path, caplog: Logs) -> None:
     train(Parts(mode), tmp_path, gpu_batch_size_limit=limit)
     (told,) = said(caplog, "received no gradient")
     assert told.startswith("2 trainable parameters received no gradient in the first step: body.weight, body.bias.")
 
 
 @pytest.mark.parametrize("mode", ["used", "frozen", "frozen by the trainer"])
-def test_parameters_with_a_gradient_or_without_use_for_one_are_not(mode: str, tmp_path: Path, caplog: Logs) -> None:
+def test_used_and_frozen_parameters_are_not_logged(mode: str, tmp_path: Path, caplog: Logs) -> None:
     module = Parts("used" if mode == "used" else "no_grad")
     module.body.requires_grad_(mode != "frozen")
     trainer = ts.Trainer(module, arguments(tmp_path))
@@ -182,7 +183,7 @@ def test_parameters_with_a_gradient_or_without_use_for_one_are_not(mode: str, tm
     assert not said(caplog, "received no gradient")
 
 
-# --- a tensor in the place of the loss of a validation (N-4)
+# --- another tensor in place of the validation loss
 
 
 class Validates(Classifier):
@@ -224,7 +225,7 @@ def test_outputs_without_a_loss_are_described_once(form: Any, words: str, tmp_pa
     assert "val/loss" not in trainer.history.get_metric_names()
 
 
-def test_a_loss_in_a_dict_has_no_order_to_confuse(tmp_path: Path, caplog: Logs) -> None:
+def test_a_loss_in_a_dict_may_be_at_any_place(tmp_path: Path, caplog: Logs) -> None:
     trainer = train(Validates(lambda loss, scores, labels: {"right": scores.mean(), "loss": loss}), tmp_path)
     assert trainer.history.get_latest_metric("val/loss") > 0.5
     assert not said(caplog, "no loss")
@@ -243,7 +244,7 @@ def test_predictions_for_a_hook_or_a_metric_need_no_loss(tmp_path: Path, caplog:
     assert not said(caplog, "no loss")
 
 
-def test_a_misplaced_loss_is_found_for_a_hook_too(tmp_path: Path, caplog: Logs) -> None:
+def test_a_misplaced_loss_is_logged_despite_a_hook(tmp_path: Path, caplog: Logs) -> None:
     class Hooked(Validates):
         def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
             pass
@@ -260,7 +261,7 @@ def test_the_mean_of_extreme_losses_is_recorded(values: list[float], expected: f
     assert value == pytest.approx(expected) if expected is not None else value != value
 
 
-# --- calls that the trainer makes itself (N-5)
+# --- manual calls of methods that the trainer calls
 
 
 class ByHand(Classifier):
@@ -326,13 +327,13 @@ by_hand = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step
         ("scheduler", "on_end_train_step", "scheduler.step()"),
     ],
 )
-def test_a_call_by_hand_is_named_once(
+def test_a_manual_call_is_logged_once(
     call: str, place: str, named: str, limit: int, tmp_path: Path, caplog: Logs
 ) -> None:
     train(ByHand(call, place), tmp_path, gpu_batch_size_limit=limit)
     told = said(caplog, "train_step or a hook called")
     if call == "zero" and limit == 512:
-        assert not told  # there is nothing to lose
+        assert not told  # a single micro-batch has no earlier gradients to lose
     else:
         assert len(told) == 1
         assert (
@@ -346,20 +347,20 @@ def test_a_second_backward_pass_is_explained(tmp_path: Path) -> None:
     assert any("the trainer calls backward() on the returned loss" in note for note in raised.value.__notes__)
 
 
-def test_a_schedule_that_ends_early_by_hand_says_so(tmp_path: Path) -> None:
+def test_the_error_for_an_exhausted_schedule_mentions_manual_steps(tmp_path: Path) -> None:
     with pytest.raises(ts.ModuleContractError, match=r"other code has called its step\(\) 3 times\.") as raised:
         train(ByHand("scheduler", "on_end_train_step", schedule="one cycle"), tmp_path, epochs=2)
     assert "make it for" not in str(raised.value)
 
 
 @by_hand
-def test_a_schedule_that_ends_in_a_call_by_hand_says_so(tmp_path: Path) -> None:
+def test_the_error_in_a_manual_scheduler_step_mentions_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Tried to step") as raised:
         train(ByHand("scheduler", schedule="one cycle"), tmp_path, epochs=2)
     assert any("other code has called its step()" in note for note in raised.value.__notes__)
 
 
-def test_a_schedule_stepped_at_the_end_of_an_epoch_of_one_step_is_named(tmp_path: Path, caplog: Logs) -> None:
+def test_a_manual_scheduler_step_at_an_epoch_end_is_logged(tmp_path: Path, caplog: Logs) -> None:
     class AtEnd(ByHand):
         def on_end_train_epoch(self, global_step: int) -> None:
             self.scheduler.step()
@@ -368,7 +369,7 @@ def test_a_schedule_stepped_at_the_end_of_an_epoch_of_one_step_is_named(tmp_path
     assert len(said(caplog, "called scheduler.step() itself in global step 2")) == 1
 
 
-def test_a_micro_batch_without_weight_does_not_count_as_zeroing_by_hand(tmp_path: Path, caplog: Logs) -> None:
+def test_a_micro_batch_without_weight_is_not_logged_as_zeroing(tmp_path: Path, caplog: Logs) -> None:
     class Weighs(Classifier):
         def batch_weight(self, batch: Any) -> float:
             return float(batch[1][0] > 0)
@@ -377,7 +378,7 @@ def test_a_micro_batch_without_weight_does_not_count_as_zeroing_by_hand(tmp_path
     assert not said(caplog, "called")
 
 
-def test_gradients_that_are_zeroed_in_place_are_named(tmp_path: Path, caplog: Logs) -> None:
+def test_zeroing_in_place_is_logged(tmp_path: Path, caplog: Logs) -> None:
     class Zeroes(ByHand):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             self.optimizer.zero_grad(set_to_none=False)
@@ -387,7 +388,7 @@ def test_gradients_that_are_zeroed_in_place_are_named(tmp_path: Path, caplog: Lo
     assert len(said(caplog, "called backward() or zero_grad() itself")) == 1
 
 
-def test_an_optimizer_that_steps_in_the_backward_pass_is_left_alone(tmp_path: Path, caplog: Logs) -> None:
+def test_an_optimizer_that_steps_in_backward_is_not_logged(tmp_path: Path, caplog: Logs) -> None:
     class Within(Classifier):
         def get_optimizers_schedulers(self, *_: Any) -> Any:
             for parameter in self.parameters():
@@ -405,7 +406,7 @@ def test_an_optimizer_that_steps_in_the_backward_pass_is_left_alone(tmp_path: Pa
 
 
 class Gan(Classifier):
-    """Steps its discriminator inside `train_step`, as scripts do."""
+    """Steps its discriminator inside `train_step`, as many scripts do."""
 
     def __init__(self) -> None:
         super().__init__(numbers(40))
@@ -434,7 +435,7 @@ def test_a_gan_that_steps_its_discriminator_trains_with_one_warning(tmp_path: Pa
     assert "called backward() and optimizer.step() itself" in told
 
 
-def test_nothing_is_left_of_the_checks_after_the_first_steps(tmp_path: Path) -> None:
+def test_the_checks_are_removed_after_the_first_steps(tmp_path: Path) -> None:
     module = Classifier(numbers(40))
     seen: list[tuple[int, bool]] = []
 
@@ -449,6 +450,24 @@ def test_nothing_is_left_of_the_checks_after_the_first_steps(tmp_path: Path) -> 
     assert trainer._run.step_checks._watch is None
 
 
+def test_a_replaced_step_gets_no_hooks(tmp_path: Path) -> None:
+    """torch would compile a compiled `step` again."""
+    hooks: list[int] = []
+
+    class Replaced(Classifier):
+        def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
+            optimizers, schedulers = super().get_optimizers_schedulers(estimated_global_steps_per_epoch, epochs)
+            optimizers[0].step = partial(optimizers[0].step)
+            return optimizers, schedulers
+
+    class Looks(ts.Callback):
+        def on_before_optimizer_step(self, trainer: Any, optimizers: Any) -> None:
+            hooks.append(len(optimizers[0]._optimizer_step_pre_hooks))
+
+    ts.Trainer(Replaced(numbers(40)), arguments(tmp_path), callbacks=[Looks()]).train()
+    assert hooks == [0] * 5
+
+
 def test_correct_modules_get_no_warning(tmp_path: Path, caplog: Logs) -> None:
     class Nested(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -460,7 +479,7 @@ def test_correct_modules_get_no_warning(tmp_path: Path, caplog: Logs) -> None:
     assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-# --- layers that come during training (N-10)
+# --- layers that are added during training
 
 
 class Grows(Classifier):
@@ -477,7 +496,7 @@ class Grows(Classifier):
             self.change(self)
 
 
-def test_a_layer_that_comes_later_and_is_in_no_optimizer_is_named_once(tmp_path: Path, caplog: Logs) -> None:
+def test_a_later_layer_without_an_optimizer_is_logged_once(tmp_path: Path, caplog: Logs) -> None:
     train(Grows(lambda module: setattr(module, "extra", nn.Linear(4, 2))), tmp_path, epochs=4)
     (told,) = said(caplog, "in no optimizer")
     assert told.startswith(
@@ -485,7 +504,7 @@ def test_a_layer_that_comes_later_and_is_in_no_optimizer_is_named_once(tmp_path:
     )
 
 
-def test_a_layer_that_is_unfrozen_without_an_optimizer_is_named(tmp_path: Path, caplog: Logs) -> None:
+def test_an_unfrozen_layer_without_an_optimizer_is_logged(tmp_path: Path, caplog: Logs) -> None:
     def unfreeze(module: Grows) -> None:
         module.spare.requires_grad_(True)
 
@@ -493,7 +512,7 @@ def test_a_layer_that_is_unfrozen_without_an_optimizer_is_named(tmp_path: Path, 
     assert said(caplog, "in no optimizer", "spare.weight, spare.bias")
 
 
-def test_a_layer_that_comes_with_its_optimizer_group_is_not(tmp_path: Path, caplog: Logs) -> None:
+def test_a_later_layer_with_an_optimizer_is_not_logged(tmp_path: Path, caplog: Logs) -> None:
     def grow(module: Grows) -> None:
         module.extra = nn.Linear(4, 2)
         module.optimizer.add_param_group({"params": module.extra.parameters()})
@@ -502,7 +521,7 @@ def test_a_layer_that_comes_with_its_optimizer_group_is_not(tmp_path: Path, capl
     assert not said(caplog, "in no optimizer")
 
 
-# --- names of the library (N-9)
+# --- names of the library
 
 
 @pytest.mark.parametrize(
@@ -519,11 +538,11 @@ def test_a_layer_that_comes_with_its_optimizer_group_is_not(tmp_path: Path, capl
         ("batch_weight", 2.0),
     ],
 )
-def test_a_name_of_the_library_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+def test_attributes_with_names_of_the_library_are_refused(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ts.ModuleContractError, match=rf"Classifier\.{name} was given a \w+.*Choose another name"):
         setattr(Classifier(), name, value)
     kind = type("Own", (Classifier,), {name: value})
-    if not isinstance(value, nn.Module) and not (name == "plan" and value is None):
+    if not isinstance(value, nn.Module):
         with pytest.raises(ts.ModuleContractError, match=rf"Own\.{name} "):
             train(kind(numbers(16)), tmp_path)
 
@@ -569,7 +588,7 @@ def test_a_result_of_the_validation_cannot_be_logged(name: str, place: str, tmp_
         train(Same(lambda loss, found, labels: (loss, found)), tmp_path)
 
 
-def test_a_loss_that_the_trainer_does_not_record_can_be_logged(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_recorded_can_be_logged(tmp_path: Path) -> None:
     class Own(Classifier):
         def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return None
@@ -580,10 +599,10 @@ def test_a_loss_that_the_trainer_does_not_record_can_be_logged(tmp_path: Path) -
     assert train(Own(numbers(16), validate=True), tmp_path).history.get_latest_metric("val/loss") == 2.0
 
 
-# --- an optimizer that asks for a closure (L-M18)
+# --- an optimizer that needs a closure
 
 
-def test_an_optimizer_that_needs_a_closure_is_told_apart(tmp_path: Path) -> None:
+def test_an_error_of_a_closure_optimizer_has_an_explanation(tmp_path: Path) -> None:
     class Sam(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             assert closure is not None, "Sharpness Aware Minimization requires closure"

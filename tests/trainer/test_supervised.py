@@ -35,7 +35,7 @@ def supervised(model: nn.Module | None = None, loss: Any = cross_entropy, **chan
 
 
 class Named:
-    """A data set of dicts: nothing but `__len__` and `__getitem__`."""
+    """A dataset of dicts with only `__len__` and `__getitem__`."""
 
     def __init__(self, count: int = 41, inputs: str = "features", target: str = "target") -> None:
         self.base, self.keys = numbers(count), (inputs, target)
@@ -75,7 +75,7 @@ class Output:
 
 
 class WithLoss(Net):
-    """Computes the loss itself where it is given labels."""
+    """Computes a loss if it gets labels."""
 
     def forward(self, features: Tensor, labels: Tensor | None = None) -> Output:  # type: ignore[override]
         logits = self.net(features)
@@ -83,7 +83,7 @@ class WithLoss(Net):
 
 
 def by_hand(epochs: int = 2) -> Tensor:
-    """The weights after plain PyTorch has trained on 41 samples in their order, 8 at once."""
+    """The weights of a plain PyTorch loop over 41 samples in order, 8 at once."""
     model, data = network(), numbers(41)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(epochs):
@@ -128,7 +128,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.spec("PA-01", "FN-10", "FN-15", "FN-16", "FN-17", "FN-51", "HZ-10", "HZ-24", "HZ-26")
 @pytest.mark.parametrize("form", FORMS)
-def test_it_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> None:
+def test_it_trains_as_plain_pytorch(form: str, tmp_path: Path) -> None:
     module = FORMS[form]()
     module.train_dataloader_kwargs = {"shuffle": False}
     train(module, tmp_path, epochs=2, gpu_batch_size_limit=4 if form == "dicts" else 512)
@@ -136,7 +136,7 @@ def test_it_trains_as_plain_pytorch_does(form: str, tmp_path: Path) -> None:
     assert (weights(module.model) - by_hand()).abs().max() < 1e-6
 
 
-def test_an_optimizer_and_a_scheduler_that_are_made_already_are_used(tmp_path: Path) -> None:
+def test_existing_optimizer_and_scheduler_objects_are_used(tmp_path: Path) -> None:
     model = network()
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lrs.ConstantLR(made, factor=1.0)
@@ -159,7 +159,7 @@ def test_it_runs_on_every_stack(spec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PA-15", "HZ-10", "HZ-11", "PA-17")
-def test_optimizer_and_scheduler_by_name_with_placeholders(tmp_path: Path) -> None:
+def test_optimizers_and_schedulers_by_name_accept_placeholders(tmp_path: Path) -> None:
     module = supervised(
         optimizer="AdamW",
         optimizer_kwargs={"lr": 1 / placeholders.TOTAL_STEPS, "weight_decay": 0.5},
@@ -178,7 +178,7 @@ def test_optimizer_and_scheduler_by_name_with_placeholders(tmp_path: Path) -> No
 
 
 @pytest.mark.spec("PA-11", "HZ-12")
-def test_the_scheduler_may_have_a_rhythm(tmp_path: Path) -> None:
+def test_the_scheduler_may_monitor_a_metric(tmp_path: Path) -> None:
     plateau = functools.partial(lrs.ReduceLROnPlateau, patience=0, factor=0.5, threshold=1e9)
     module = supervised(val_dataset=numbers(9), scheduler=SchedulerConfig(plateau, monitor="val/loss"))
     state = train(module, tmp_path, epochs=3).get_state()
@@ -187,7 +187,7 @@ def test_the_scheduler_may_have_a_rhythm(tmp_path: Path) -> None:
 
 
 class Watched(SupervisedModule):
-    """Keeps the arguments of the hook after validation."""
+    """Keeps the outputs that the hook gets."""
 
     def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
         self.seen = {**getattr(self, "seen", {}), key: outputs[0]}
@@ -211,9 +211,7 @@ def test_loss_outputs_and_targets_reach_the_hook_after_validation(tmp_path: Path
 
 @pytest.mark.spec("FN-17", "HZ-26")
 @pytest.mark.parametrize(("keys", "expected"), [(None, {"id", "target"}), (["target"], {"target"})])
-def test_targets_of_named_batches_are_the_unused_or_the_requested_items(
-    keys: Any, expected: set[str], tmp_path: Path
-) -> None:
+def test_targets_are_the_unused_or_the_requested_items(keys: Any, expected: set[str], tmp_path: Path) -> None:
     module = Watched(Net(), cross_entropy, "sgd", Named(), Named(10), target_keys=keys)
     train(module, tmp_path, val_batch_size=4)
 
@@ -222,7 +220,7 @@ def test_targets_of_named_batches_are_the_unused_or_the_requested_items(
 
 
 @pytest.mark.spec("FN-17")
-def test_a_model_that_takes_everything_leaves_no_targets(tmp_path: Path) -> None:
+def test_a_model_with_keyword_arguments_leaves_no_targets(tmp_path: Path) -> None:
     class Greedy(Net):
         def forward(self, features: Tensor, **others: Any) -> Tensor:  # type: ignore[override]
             assert set(others) == {"id", "target"}
@@ -235,7 +233,7 @@ def test_a_model_that_takes_everything_leaves_no_targets(tmp_path: Path) -> None
 
 
 class OwnLoss(nn.Module):
-    """Takes its labels and gives logits, as models of transformers do."""
+    """Takes labels and returns a loss and logits, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +245,7 @@ class OwnLoss(nn.Module):
 
 
 class RightShare:
-    """The number of right predictions, and of all."""
+    """The share of correct predictions, and the number of all."""
 
     def reset(self) -> None:
         self.right = self.number = 0
@@ -262,7 +260,7 @@ class RightShare:
         return {"share": self.right / self.number, "number": self.number}
 
 
-def test_a_metric_finds_labels_that_the_model_takes_itself(tmp_path: Path) -> None:
+def test_a_metric_gets_labels_that_the_model_takes(tmp_path: Path) -> None:
     rows = [{"features": features, "labels": label} for features, label in zip(*numbers(10).tensors, strict=True)]
     module = Watched(OwnLoss(), None, "sgd", rows, rows, metrics={"right": RightShare()})
     trainer = train(module, tmp_path, val_batch_size=4)
@@ -274,7 +272,7 @@ def test_a_metric_finds_labels_that_the_model_takes_itself(tmp_path: Path) -> No
     assert module.seen["default"]["targets"] == {}
 
 
-def test_a_val_step_that_names_its_outputs_otherwise_feeds_metrics_by_name(tmp_path: Path) -> None:
+def test_outputs_of_a_custom_val_step_match_metrics_by_name(tmp_path: Path) -> None:
     class Ranking(SupervisedModule):
         def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
             return {"preds": self.model(batch[0]), "target": batch[1]}
@@ -330,7 +328,7 @@ def add_one(samples: Any) -> Any:
 
 
 @pytest.mark.spec("PA-14", "HZ-26")
-def test_a_collator_of_the_data_set_is_used_unless_another_is_given(tmp_path: Path) -> None:
+def test_the_collator_of_the_dataset_is_the_default(tmp_path: Path) -> None:
     data = numbers(41)
     data.data_collator = lambda samples: default_collate(samples)[::-1]  # type: ignore[attr-defined]
 
@@ -350,7 +348,7 @@ def test_a_collator_of_the_data_set_is_used_unless_another_is_given(tmp_path: Pa
 
 @pytest.mark.processes
 @pytest.mark.spec("PA-12", "HZ-08")
-def test_loader_options_reach_the_loaders_each_their_own() -> None:
+def test_loader_options_apply_to_training_or_validation() -> None:
     module = supervised(
         val_dataset=numbers(9),
         train_dataloader_kwargs={"num_workers": 1, "drop_last": True},
@@ -364,7 +362,7 @@ def test_loader_options_reach_the_loaders_each_their_own() -> None:
 
 
 @pytest.mark.spec("PA-12", "PA-14")
-def test_a_module_of_one_s_own_builds_its_loaders_by_the_same_method() -> None:
+def test_build_dataloader_works_in_a_custom_module() -> None:
     class Own(ts.ModuleInterface):
         collate_fn = staticmethod(add_one)
 
@@ -389,7 +387,7 @@ def test_a_module_of_one_s_own_builds_its_loaders_by_the_same_method() -> None:
     assert len(module.build_dataloader(numbers(9), torch.utils.data.RandomSampler, 4, batch_sampler=own)) == 3
 
 
-def test_a_loader_without_a_sampler_trains_in_the_order_of_the_dataset(tmp_path: Path) -> None:
+def test_a_loader_without_a_sampler_keeps_the_dataset_order(tmp_path: Path) -> None:
     seen: list[float] = []
 
     class InOrder(ts.SupervisedModule):
@@ -406,7 +404,7 @@ def test_a_loader_without_a_sampler_trains_in_the_order_of_the_dataset(tmp_path:
 
 
 @pytest.mark.spec("HZ-25")
-def test_a_batch_that_is_a_dataclass_is_moved_like_any_other() -> None:
+def test_move_to_device_moves_a_dataclass() -> None:
     moved = ts.move_to_device(Batch(torch.zeros(2), torch.zeros(2, 3), torch.ones(2)), torch.device("meta"))
 
     assert type(moved) is Batch
@@ -414,7 +412,7 @@ def test_a_batch_that_is_a_dataclass_is_moved_like_any_other() -> None:
 
 
 @pytest.mark.spec("PA-06")
-def test_the_batch_of_one_device_may_be_given_instead(tmp_path: Path) -> None:
+def test_the_batch_of_one_device_may_be_given(tmp_path: Path) -> None:
     one, other = supervised(), supervised()
     train(one, tmp_path / "one", train_batch_size=8)
     trainer = train(other, tmp_path / "other", train_batch_size=1, per_device_train_batch_size=8)
@@ -430,7 +428,7 @@ def test_the_batch_of_one_device_may_be_given_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PA-01")
-def test_its_state_holds_the_model_s_weights_under_model_and_it_can_be_copied_and_pickled(tmp_path: Path) -> None:
+def test_it_can_be_copied_and_pickled_with_its_weights(tmp_path: Path) -> None:
     module = supervised(loss=nn.CrossEntropyLoss(weight=torch.ones(CLASSES)), scheduler="warmup_cosine")
     module.scheduler = functools.partial(module.scheduler, warmup=placeholders.TOTAL_STEPS // 3)
     twin, stranger = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
@@ -448,8 +446,10 @@ def test_its_state_holds_the_model_s_weights_under_model_and_it_can_be_copied_an
 
 @pytest.mark.slow
 @pytest.mark.spec("PA-01", "PA-10")
-@pytest.mark.parametrize("spec", ["sp", "sp-amp", "ddp-amp"])
-def test_a_run_that_is_resumed_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spec", ["sp", *(pytest.param(spec, marks=pytest.mark.long) for spec in ("sp-amp", "ddp-amp"))]
+)
+def test_a_resumed_run_ends_with_the_same_bits(spec: str, tmp_path: Path) -> None:
     class Stopping(Named):
         stop = True
 
@@ -521,7 +521,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.spec("FN-10", "HZ-10")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_parts_that_do_not_fit_are_refused_at_once(mistake: str) -> None:
+def test_wrong_arguments_are_refused_at_construction(mistake: str) -> None:
     changes, message = MISTAKES[mistake]
     with pytest.raises(ts.ConfigurationError, match=message):
         supervised(**changes)
@@ -554,14 +554,14 @@ FAILURES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.spec("FN-17", "PA-01")
 @pytest.mark.parametrize("failure", FAILURES)
-def test_settings_that_do_not_fit_the_data_are_refused_at_the_first_batch(failure: str, tmp_path: Path) -> None:
+def test_arguments_that_contradict_the_data_are_refused(failure: str, tmp_path: Path) -> None:
     changes, message = FAILURES[failure]
     with pytest.raises((ts.ModuleContractError, ts.ConfigurationError), match=message):
         train(supervised(**changes), tmp_path)
 
 
 class TokenMean(nn.Module):
-    """Computes its own loss: a mean over the tokens whose label is not -100."""
+    """Returns a loss: the mean over the tokens whose label is not -100."""
 
     shift = 0
 
@@ -580,14 +580,14 @@ class TokenMeanForCausalLM(TokenMean):
 
 
 class ShiftsThem(TokenMean):
-    """Gets labels that are shifted already."""
+    """Takes labels that are already shifted."""
 
     def forward(self, x: Tensor, labels: Tensor, shift_labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         return super().forward(x, shift_labels)
 
 
 def padded(shifted: bool = False) -> list[dict[str, Tensor]]:
-    """Eight rows of four tokens, of which one to four count."""
+    """Eight rows of four tokens, with one to four labels each."""
     inputs = torch.rand(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     labels = torch.tensor([[1, 0, 1, 0][: 1 + i % 4] + [-100] * (3 - i % 4) for i in range(8)])
     rows = [{"x": x, "labels": row} for x, row in zip(inputs, labels, strict=True)]
@@ -596,7 +596,7 @@ def padded(shifted: bool = False) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("limit", [2, 3])
 @pytest.mark.parametrize("kind", [TokenMean, TokenMeanForCausalLM, ShiftsThem, "compiled"])
-def test_a_model_s_own_loss_over_labels_counts_by_labels(
+def test_a_model_loss_over_labels_is_weighted_by_labels(
     kind: Any, limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Compiled(nn.Module):  # as torch.compile makes it
@@ -650,7 +650,7 @@ def test_the_samples_that_the_loss_averages_can_be_chosen(name: str) -> None:
     assert (custom_batch_weight(copy.deepcopy(module)) is None) == (count is None)
 
 
-def test_a_class_that_overrides_the_weight_is_asked() -> None:
+def test_an_overridden_batch_weight_is_used() -> None:
     class Mine(SupervisedModule):
         def batch_weight(self, batch: Any) -> float:
             return 5.0
@@ -668,7 +668,7 @@ def test_labels_that_are_missing_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["XLNetLMHeadModel", "FlaubertWithLMHeadModel", "T5ForConditionalGeneration"])
-def test_models_that_do_not_shift_their_labels(name: str) -> None:
+def test_labels_count_without_shift_for_models_without_shift(name: str) -> None:
     model = type(name, (TokenMean,), {})()
     assert supervised(model, None).batch_weight(ROW) == 3
     assert supervised(type("GPT2LMHeadModel", (TokenMean,), {})(), None).batch_weight(ROW) == 1
@@ -702,7 +702,7 @@ class Right:
 
 
 @pytest.mark.spec("FN-09", "FN-10")
-def test_a_model_need_not_compute_a_loss_where_it_is_evaluated(tmp_path: Path) -> None:
+def test_a_model_needs_no_loss_in_evaluation(tmp_path: Path) -> None:
     module = supervised(
         PredictsOnly(),
         None,
@@ -720,7 +720,7 @@ def test_a_model_need_not_compute_a_loss_where_it_is_evaluated(tmp_path: Path) -
 
 
 @pytest.mark.spec("FN-51")
-def test_a_step_of_one_s_own_may_return_a_dataclass(tmp_path: Path) -> None:
+def test_a_custom_step_may_return_a_dataclass(tmp_path: Path) -> None:
     class Own(SupervisedModule):
         def step(self, batch: Any, *, training: bool) -> Any:
             logits = self.model(batch[0])
@@ -736,7 +736,7 @@ def test_a_step_of_one_s_own_may_return_a_dataclass(tmp_path: Path) -> None:
 
 @pytest.mark.spec("PA-01", "PA-17")
 def test_it_reads_handwritten_digits(tmp_path: Path) -> None:
-    """1,797 real pictures of 8 x 8 pixels; every fifth is held out."""
+    """1,797 images of 8 x 8 pixels; every fifth is validation data."""
     from sklearn.datasets import load_digits
 
     pictures, digits = load_digits(return_X_y=True)
@@ -761,7 +761,7 @@ def test_it_reads_handwritten_digits(tmp_path: Path) -> None:
     assert right.float().mean() > 0.9
 
 
-# --- items of a batch that nothing takes (L-S8)
+# --- items of a batch that nothing uses
 
 
 class Masks(nn.Module):
@@ -800,7 +800,7 @@ def items(**more: Any) -> list[dict[str, Any]]:
         ({"extra": 0.5}, "'extra', which no parameter of Masks.forward or weighted takes"),
     ],
 )
-def test_items_that_nothing_takes_are_named_once(
+def test_unused_items_of_a_batch_are_logged_once(
     more: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = ts.SupervisedModule(Masks(), weighted, "sgd", items(**more))
@@ -820,14 +820,14 @@ def test_items_that_nothing_takes_are_named_once(
         ({"group": 1}, {"metrics": {"takes": Takes()}}),
     ],
 )
-def test_items_that_something_takes_are_not(
+def test_used_items_of_a_batch_are_not_logged(
     more: Any, changes: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(ts.SupervisedModule(Masks(), weighted, "sgd", items(**more), **changes), tmp_path, train_batch_size=4)
     assert "so they are not used" not in caplog.text
 
 
-def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_items_are_not_logged_for_a_derived_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Weighed(ts.SupervisedModule):
         def batch_weight(self, batch: Any) -> float:
             return float(batch["tokens"].sum())
@@ -836,7 +836,7 @@ def test_a_derived_class_may_use_any_item(tmp_path: Path, caplog: pytest.LogCapt
     assert "so they are not used" not in caplog.text
 
 
-def test_a_hook_with_an_argument_for_each_output_is_refused_before_step_one(tmp_path: Path) -> None:
+def test_a_hook_with_separate_output_arguments_is_refused(tmp_path: Path) -> None:
     class Separate(ts.SupervisedModule):
         def on_end_val_epoch(self, global_step: int, outputs: Any, targets: Any, key: str) -> None:  # type: ignore[override]
             raise AssertionError

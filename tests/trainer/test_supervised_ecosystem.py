@@ -20,7 +20,7 @@ ROWS = [{"x": torch.full((4,), i / 8), "labels": torch.tensor(i % 3)} for i in r
 
 
 class OwnLoss(nn.Module):
-    """Takes labels and everything else, as models of transformers do."""
+    """Takes labels and any keyword argument, as models of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def value(trainer: ts.Trainer, name: str) -> float:
     return trainer.history.get_latest_metric(name)
 
 
-def test_metrics_get_the_labels_that_the_model_takes_itself(tmp_path: Path) -> None:
+def test_metrics_get_labels_that_the_model_takes(tmp_path: Path) -> None:
     module = ts.SupervisedModule(
         OwnLoss(),
         None,
@@ -73,7 +73,7 @@ def test_metrics_get_the_labels_that_the_model_takes_itself(tmp_path: Path) -> N
     assert value(trainer, "val/own") == value(trainer, "val/f") == value(trainer, "val/acc") > 0
 
 
-def test_names_of_a_val_step_of_the_users(tmp_path: Path) -> None:
+def test_metrics_match_the_names_of_a_custom_val_step(tmp_path: Path) -> None:
     class Ranks(ts.SupervisedModule):
         def val_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
             return {"preds": torch.eye(3)[batch["labels"]], "target": batch["labels"]}
@@ -138,7 +138,7 @@ class TestAdapted:
             return self.net(x)
 
     class Wrapper(nn.Module):
-        """As PeftModel is."""
+        """A wrapper like `PeftModel`."""
 
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -150,7 +150,7 @@ class TestAdapted:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.base(*args, **kwargs)
 
-    def test_names_are_those_of_the_base_model(self, tmp_path: Path) -> None:
+    def test_a_wrapped_model_has_the_parameters_of_its_base(self, tmp_path: Path) -> None:
         rows = [{**row, "idx": torch.tensor(0)} for row in ROWS]
         module = ts.SupervisedModule(
             self.Wrapper(self.Plain()), lambda input, labels: cross_entropy(input, labels), "sgd", rows
@@ -161,14 +161,14 @@ class TestAdapted:
         assert not parameters_of(module.model).takes_all
         assert parameters_of(self.Wrapper(OwnLoss())).takes_all
 
-    def test_args_alone_are_refused_and_ignored_together_with_kwargs(self) -> None:
+    def test_args_without_kwargs_are_refused(self) -> None:
         with pytest.raises(ModuleContractError, match=r"takes \*args by position only"):
             parameters_of(lambda *args: None)
         assert parameters_of(lambda *args, x, **kwargs: None).names == ("x",)
 
 
 class Columns(list[dict[str, Tensor]]):
-    """As a `datasets.Dataset`."""
+    """Has the interface of `datasets.Dataset`."""
 
     @property
     def column_names(self) -> list[str]:
@@ -188,7 +188,7 @@ class TestColumns:
     def module(self, **more: Any) -> ts.SupervisedModule:
         return ts.SupervisedModule(OwnLoss(), None, "sgd", self.data, collate_fn=self.collate, **more)
 
-    def test_unused_ones_are_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unused_columns_are_dropped_on_request(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             module = self.module(remove_unused_columns=True, val_dataset={"one": self.data})
         run(module, tmp_path)
@@ -196,26 +196,26 @@ class TestColumns:
         assert module.train_dataset.column_names == module.val_dataset["one"].column_names == ["x", "labels"]
         assert "the columns text are dropped" in caplog.text
 
-    def test_they_are_named_where_they_stay(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_unused_columns_are_logged_by_default(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             assert self.module().train_dataset is self.data
         assert "has the columns text, which neither the model nor the loss uses" in caplog.text
 
-    def test_renamed_ones_and_target_keys_stay(self) -> None:
+    def test_renamed_columns_and_target_keys_are_kept(self) -> None:
         module = self.module(remove_unused_columns=True, input_mapping={"text": "x2"})
         assert module.train_dataset is self.data
         assert self.module(remove_unused_columns=True, target_keys=["text"]).train_dataset is self.data
 
-    def test_impossible_combinations_are_refused(self) -> None:
+    def test_column_options_without_known_columns_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="with a list, whose columns are not known"):
             ts.SupervisedModule(OwnLoss(), None, "sgd", ROWS, remove_unused_columns=True)
         with pytest.raises(ConfigurationError, match="a function as input_mapping"):
             self.module(remove_unused_columns=True, input_mapping=dict)
-        with pytest.raises(ConfigurationError, match=r"would drop all columns: text.*use kwargs|use labels, x"):
+        with pytest.raises(ConfigurationError, match=r"would drop all columns: text.*use labels, x"):
             ts.SupervisedModule(OwnLoss(), None, "sgd", Columns([{"text": ROWS[0]["x"]}]), remove_unused_columns=True)
 
 
-def test_a_collate_function_for_training_alone(tmp_path: Path) -> None:
+def test_train_collate_fn_applies_to_training_only(tmp_path: Path) -> None:
     calls = []
 
     def mix(samples: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_collate_function_for_training_alone(tmp_path: Path) -> None:
 
 
 class TestMetricOf:
-    def test_batches_are_joined_and_filled_up(self) -> None:
+    def test_batches_are_concatenated_and_padded(self) -> None:
         metric = ts.metric_of(lambda target, preds: (target.tolist(), preds.tolist()), predictions=lambda p: p)
         metric.update(torch.ones(1, 2), torch.ones(1, 2))
         metric.update(torch.zeros(1, 3), torch.zeros(1, 3))
@@ -235,7 +235,7 @@ class TestMetricOf:
         metric.reset()
         assert metric.compute() == ([], [])
 
-    def test_values_of_classes_become_classes_and_ignored_labels_go(self) -> None:
+    def test_logits_become_classes_and_ignored_labels_are_removed(self) -> None:
         metric = ts.metric_of(lambda target, preds: (target.tolist(), preds.tolist()))
         logits = torch.eye(3)[torch.tensor([[2, 1]])].transpose(1, 2)  # (samples, classes, tokens)
         metric.update(logits, torch.tensor([[2, -100]]))
@@ -253,7 +253,7 @@ class TestMetricOf:
             ts.metric_of(Accuracy)
 
 
-def test_the_target_of_an_object_with_attributes() -> None:
+def test_the_target_of_an_object_is_its_y() -> None:
     class Graphs:
         y = torch.ones(2)
 
@@ -261,7 +261,7 @@ def test_the_target_of_an_object_with_attributes() -> None:
     assert default_metric_inputs((torch.tensor(0.0), predictions), Graphs()) == (predictions, Graphs.y)
 
 
-def test_a_loader_as_it_is(tmp_path: Path) -> None:
+def test_as_is_accepts_a_custom_loader(tmp_path: Path) -> None:
     class Parts(torch.utils.data.DataLoader[Any]):
         """`batch_size` counts parts of a graph."""
 

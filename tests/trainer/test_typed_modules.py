@@ -19,7 +19,7 @@ def test_the_typed_forms_of_the_hooks_are_called(tmp_path: Path) -> None:
     assert typed_module.run(with_outputs, args) == ["step", "epoch", "default"]
 
 
-def test_a_hook_of_any_form_overrides_the_declared_one() -> None:
+def test_each_hook_is_declared_by_the_untyped_decorator() -> None:
     """Type checkers compare an override with the type that `_hook` declares, which accepts all parameters."""
     tree = ast.parse(inspect.getsource(CallbackInterface))
     hooks = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -28,7 +28,7 @@ def test_a_hook_of_any_form_overrides_the_declared_one() -> None:
 
 
 def test_pyright_can_evaluate_the_names_of_the_package() -> None:
-    """It knows `__all__ += module.__all__` for one module, and no list of several."""
+    """It supports `__all__ += module.__all__` for one module at a time, and no list of several."""
     tree = ast.parse(Path(ts.__file__).read_text(encoding="utf-8"))
     added = [ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
     assert added == [f"{name}.__all__" for name in ("errors", "backends", "checkpointing", "trainer")]

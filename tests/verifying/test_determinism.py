@@ -1,4 +1,4 @@
-"""`trainstack doctor --determinism` names the first value that differs, and the code that may be its cause."""
+"""`trainstack doctor --determinism` finds the first value that differs, and the code that may be its cause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def trace(name: str, directory: Path) -> list[Entry]:
         ("Optimizer", 1, "optimizer", "net.0.weight"),
     ],
 )
-def test_the_first_difference_is_named(tmp_path: Path, name: str, step: int, quantity: str, where: str) -> None:
+def test_the_first_difference_has_its_step_and_quantity(
+    tmp_path: Path, name: str, step: int, quantity: str, where: str
+) -> None:
     found = first_difference(trace(name, tmp_path), trace(name, tmp_path))
 
     assert found is not None
@@ -61,7 +63,7 @@ def test_deterministic_steps_have_the_same_trace(tmp_path: Path) -> None:
     assert [entry.name for entry in one if entry.quantity == "forward"][:5] == [*(f"net.{i}" for i in range(4)), "net"]
 
 
-def test_calls_of_user_code_that_no_seed_decides_are_found() -> None:
+def test_calls_without_a_seed_are_found_in_user_code() -> None:
     with SourceWatch() as watch:
         time.time(), time.perf_counter_ns()
         datetime.datetime.now()
@@ -99,7 +101,7 @@ def test_the_cost_of_deterministic_operations_is_a_ratio(tmp_path: Path) -> None
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let this process answer in the place of new ones."""
+    """Run the parts in this process instead of new ones."""
 
     def ask(target: str, options: Any, part: str, hash_seed: int) -> Any:
         answer = tmp_path / "answer.json"
@@ -143,8 +145,8 @@ def test_runs_that_cannot_be_compared_are_refused(capsys: pytest.CaptureFixture[
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_order_of_a_set_is_found_as_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
-    """In real processes, which hash texts differently."""
+def test_a_dependence_on_the_hash_seed_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """In real processes, which have different hash seeds."""
     assert main(["doctor", "--determinism", f"{FILE}:Order", *OPTIONS, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["depends_on_hashes"]

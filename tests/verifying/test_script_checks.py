@@ -1,4 +1,4 @@
-"""`trainstack doctor FILE.py` names the mistakes of a script, and none where there is none."""
+"""`trainstack doctor FILE.py` finds the mistakes of a script, without false alarms."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_a_good_module_has_no_finding(kind: type[Good], tmp_path: Path) -> None:
         (script_mistakes.Logs, {}, {"D602"}),
     ],
 )
-def test_arguments_decide(kind: type[Good], changes: dict[str, Any], expected: set[str], tmp_path: Path) -> None:
+def test_findings_depend_on_the_arguments(
+    kind: type[Good], changes: dict[str, Any], expected: set[str], tmp_path: Path
+) -> None:
     found = report(kind, tmp_path, **changes)
     assert ids(found) == expected, "\n".join(found.lines())
 
@@ -135,7 +137,7 @@ OF_TORCH = {
 """Phrases of torch's errors. Other phrases without special characters are those of trainstack."""
 
 
-def test_each_phrase_of_the_trainer_is_in_one_of_its_messages() -> None:
+def test_each_expected_phrase_is_in_a_message() -> None:
     """A reworded message would become "another message of the trainer", or an alarm."""
     said = [
         text

@@ -1,7 +1,6 @@
-"""`verify_resume` tells whether a killed and resumed training is the unbroken one, and if not, why.
+"""`verify_resume` compares a killed and resumed training with an unbroken one, and finds the cause of a difference.
 
-The page docs/verifying.md runs it as users do, in processes that import everything again. Here they are forks of one
-that has.
+The page docs/verifying.md runs it as users do, in new processes. Here they are forks of one that has imported torch.
 """
 
 from __future__ import annotations
@@ -53,7 +52,9 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_a_training_that_survives_is_said_to(verified: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_resumes_exactly_is_reported_as_same(
+    verified: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saving = dataclasses.replace(SAVING, async_save=True)
     report = verified(Remembers, vary=True, checkpointer_args=saving, nonfinite="skip")
 
@@ -70,18 +71,17 @@ def test_a_training_that_survives_is_said_to(verified: Any, tmp_path: Path, caps
     assert "after 1 kill that counts\n" in said
     assert "not covered: " in said
     assert "saves in the foreground" in said
-    assert list(tmp_path.iterdir()) == [], "neither the arguments' folder is touched nor anything left"
+    assert list(tmp_path.iterdir()) == [], "the check wrote files"
 
 
-def test_a_module_that_forgets_is_reported_with_the_lost_state(
-    verified: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_with_lost_state_is_reported(verified: Any, capsys: pytest.CaptureFixture[str]) -> None:
     report = verified(Forgets)
 
     assert not report.same
     assert report.untracked == ("self.seen",)
     assert report.divergence.same_at < report.divergence.diverged_at <= 12
-    assert report.kills[0].resumed_from < report.divergence.diverged_at
+    counting = next(kill for kill in report.kills if kill.counts)  # not one at the end of the training
+    assert counting.resumed_from < report.divergence.diverged_at
     said = capsys.readouterr().out
     assert "NOT THE SAME: module_interface_state" in said
     assert "Training changes self.seen, and get_state does not return it" in said
@@ -90,7 +90,7 @@ def test_a_module_that_forgets_is_reported_with_the_lost_state(
     shutil.rmtree(report.folder)
 
 
-def test_state_outside_of_the_module_is_searched_for_elsewhere(verified: Any) -> None:
+def test_lost_state_outside_of_the_module_is_reported(verified: Any) -> None:
     report = verified(CountsOutside)
 
     assert not report.same
@@ -98,7 +98,7 @@ def test_state_outside_of_the_module_is_searched_for_elsewhere(verified: Any) ->
     assert "Look for other dependencies of a step: a global variable" in str(report)
 
 
-def test_a_training_that_is_never_the_same_is_told_from_one_that_forgets(verified: Any) -> None:
+def test_a_training_that_is_not_repeatable_is_reported_so(verified: Any) -> None:
     report = verified(NeverTheSame)
 
     assert report.divergence.same_at == 0
@@ -106,12 +106,12 @@ def test_a_training_that_is_never_the_same_is_told_from_one_that_forgets(verifie
     assert "not repeatable even without a kill" in str(report)
 
 
-def test_a_training_that_fails_is_shown_with_its_output(verified: Any) -> None:
+def test_the_error_for_a_failed_training_has_its_output(verified: Any) -> None:
     with pytest.raises(ts.LaunchError, match=r"process-0 ended with exit code 1(?s:.*)the data is gone"):
         verified(Fails)
 
 
-def test_a_setting_that_proves_nothing_is_refused(verified: Any, tmp_path: Path) -> None:
+def test_arguments_without_a_valid_test_are_refused(verified: Any, tmp_path: Path) -> None:
     def refused(sentence: str, **changes: Any) -> None:
         with pytest.raises(ts.ConfigurationError, match=sentence):
             ts.verify_resume(Slow, arguments(tmp_path, **{"checkpointer_args": SAVING, **changes}))
@@ -129,15 +129,13 @@ def test_a_setting_that_proves_nothing_is_refused(verified: Any, tmp_path: Path)
 
 @pytest.mark.spec("F116", "F403")
 @pytest.mark.long
-def test_runs_that_are_killed_while_they_save_end_with_the_bits_of_unbroken_ones() -> None:
+def test_runs_killed_during_saves_end_with_the_same_bits() -> None:
     """`make kills` kills 200 times, in the other combinations too."""
     assert run([("sp-amp", True), ("ddp", False)], kills=2, seed=1)
 
 
-def test_a_comparison_that_cannot_see_the_lost_state_proves_nothing(
-    verified: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The checker tests itself: it continues with a parameter that is not restored."""
+def test_a_comparison_that_misses_lost_state_is_not_proof(verified: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The check also resumes with a parameter that is not restored, which must change the bits."""
     report = verified(Constant)
 
     assert report.divergence is None
@@ -148,7 +146,7 @@ def test_a_comparison_that_cannot_see_the_lost_state_proves_nothing(
         _ = report.same
 
 
-def test_a_factory_may_give_callbacks_whose_state_is_compared(verified: Any) -> None:
+def test_a_factory_may_return_callbacks_to_compare(verified: Any) -> None:
     report = verified(forgets_in_a_callback)
 
     assert not report.same
@@ -157,7 +155,7 @@ def test_a_factory_may_give_callbacks_whose_state_is_compared(verified: Any) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["streamed", "sharded"])
-def test_a_sharded_training_on_two_processes_ends_with_the_bits_of_an_unbroken_one(verified: Any, way: str) -> None:
+def test_a_sharded_training_resumes_with_the_same_bits(verified: Any, way: str) -> None:
     """The second way has a module on the meta device, an average and a frozen layer, and saves in the background."""
     sharded = way == "sharded"
     saving = dataclasses.replace(SAVING, sharded=sharded, async_save=sharded)
@@ -191,8 +189,8 @@ def kill(step: int, **changes: Any) -> ts.KillEvent:
     return dataclasses.replace(trials._resumed(made, step, Surroundings(), OUTLINE), **changes)
 
 
-def test_only_kills_that_a_resume_had_something_to_restore_after_count() -> None:
-    """One kill at the last step, or before the first checkpoint, gave "the same bits" for a module that forgets."""
+def test_kills_count_only_after_a_checkpoint_and_before_the_end() -> None:
+    """A kill at the last step, or before the first checkpoint, shows no lost state."""
     assert [kill(step).counts for step in (0, 1, STEPS - 1, STEPS)] == [False, True, True, False]
     nothing = report_of(kill(0), kill(STEPS))
     assert "not proved: 0 of 2 kills resumed within the training" in str(nothing)
@@ -205,8 +203,8 @@ def test_only_kills_that_a_resume_had_something_to_restore_after_count() -> None
     assert "after 1 of 2 kills that count" in part.verdict
 
 
-def test_kills_strike_in_saves_and_at_the_start_the_middle_and_the_end_of_epochs() -> None:
-    """All after the first checkpoint, and with a step left to train."""
+def test_kills_occur_during_saves_and_throughout_an_epoch() -> None:
+    """All moments are after the first checkpoint and before the last step."""
     for seed in range(50):
         moments = draw_moments(random.Random(seed), 5, OUTLINE, before=0)
         assert [moment.step for moment in moments] == sorted(moment.step for moment in moments)
@@ -218,7 +216,7 @@ def test_kills_strike_in_saves_and_at_the_start_the_middle_and_the_end_of_epochs
     assert {moment.step for moment in draw_moments(random.Random(0), 5, one_epoch, before=0)} == {5}
 
 
-def test_the_report_names_its_gaps() -> None:
+def test_the_report_lists_cases_without_a_test() -> None:
     assert not_covered(report_of(kill(0)), OUTLINE) == (
         "checkpoints at the start and the middle and the end of an epoch",
         "a kill during a save",
@@ -242,7 +240,7 @@ def test_the_report_names_its_gaps() -> None:
     )
 
 
-def test_the_number_of_loader_workers_is_lowered_where_that_changes_no_sample() -> None:
+def test_limit_workers_keeps_persistent_workers() -> None:
     usual = Remembers(num_workers=2)
     asked = limit_workers(usual, 1)
     assert usual.get_train_dataloader(RandomSampler, 4).num_workers == 1
@@ -252,7 +250,7 @@ def test_the_number_of_loader_workers_is_lowered_where_that_changes_no_sample() 
     assert persistent.get_train_dataloader(RandomSampler, 4).num_workers == 2
 
 
-def test_a_restore_that_is_broken_leaves_one_parameter_as_it_was() -> None:
+def test_break_restore_skips_one_parameter() -> None:
     source, module = Remembers(seed=1), Remembers(seed=2)
     broken = break_restore(module)
     fresh = {name: value.clone() for name, value in module.state_dict().items()}

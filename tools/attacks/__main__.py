@@ -1,4 +1,4 @@
-"""Attack private training through user code that has broken its promise, and print whether it holds.
+"""Attack private training through kinds of user code that can break its guarantee, and print the results.
 
     make attacks                             all kinds: neighbouring sums, and 200 guesses for each that trains
     make attacks ARGS="--guesses 0"          the sums only
@@ -6,10 +6,14 @@
     make attacks ARGS="--short"              the kinds and numbers of `make test`
     make attacks ARGS="--results FILE"       keep finished rows in a file; another call takes them from there
 
-A kind passes if it is refused before the first step, or states that it guarantees nothing, or if two things hold: with
-the random numbers of each record fixed, one record moves the sum of clipped gradients by C (1 + 1e-3) at most, and by
-nothing in a step without it; and of 200 guesses from the final weights, whether the record was there, no more are right
-than the stated guarantee allows but in one game of a thousand. The exit status is 1 if a kind fails.
+A kind passes if the library refuses it before the first step, or if its statement excludes it, or if both tests pass:
+
+1. With the random numbers of each record fixed, one record moves the sum of clipped gradients by at most C (1 + 1e-3),
+   and does not move it in a step without the record.
+2. An attacker guesses 200 times from the final weights whether the record was in the data. The number of right guesses
+   stays within the stated guarantee. A correct library fails this test in one of a thousand games.
+
+The exit status is 1 if a kind fails.
 """
 
 from __future__ import annotations
@@ -69,16 +73,16 @@ def _play_alone(game: Game, guesses: int) -> tuple[None, Verdict]:
 def run(
     kinds: Sequence[Kind], games: Sequence[Game], guesses: int, *, short: bool, results: Path | None = None
 ) -> list[str]:
-    """Attack all of them, and print a row for each.
+    """Attack all kinds and games, and print a row for each.
 
     Args:
         kinds, games: the user code to attack.
         guesses: of each game.
-        short: leave out half of the neighbours.
-        results: where finished rows are kept, one JSON list a line; those of a former call are printed again.
+        short: omit half of the neighbours.
+        results: a file for finished rows, one JSON list in each line; rows of a former call are printed again.
 
     Returns:
-        The names of those that failed.
+        The names of failed rows.
     """
     print(_line((*HEAD, "")), flush=True)
     lines = results.read_text().splitlines() if results is not None and results.exists() else []
@@ -109,10 +113,10 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack the kinds that the command line names; the exit status."""
+    """Attack the kinds of the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.attacks", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--guesses", type=int, help=f"of each game; {GUESSES} by default")
-    parser.add_argument("--kinds", nargs="+", help="only those whose names contain one of these")
+    parser.add_argument("--guesses", type=int, help=f"guesses of each game (default: {GUESSES})")
+    parser.add_argument("--kinds", nargs="+", help="only kinds whose names contain one of these")
     parser.add_argument("--short", action="store_true", help="the kinds, pairs and guesses of `make test`")
     parser.add_argument("--results", type=Path, help="keep finished rows in this file, and take them from there")
     given = parser.parse_args(arguments)

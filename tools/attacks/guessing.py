@@ -16,13 +16,13 @@ from tools.attacks.runs import Kind, Outcome, Settings, make_records, play, unpr
 from trainstack.auditing.canary_bounds import privacy_profile
 
 ERROR = 1e-3
-"""The probability with which a sound library fails one game."""
+"""The probability that a correct library fails one game."""
 
 SETTINGS = Settings(dataset_size=20, batch=20, epochs=4, sigma=2.0, delta=0.02, lr=0.1)
-"""Four steps with every record: a Gaussian mechanism with mu = 1, at which a movement of 2 C shows in 200 guesses."""
+"""Four steps with every record: a Gaussian mechanism with mu = 1, where 200 guesses detect a movement of 2 C."""
 
 TARGET = 0
-"""The record of which an attacker guesses whether it is there: the first, on which the places of all others depend."""
+"""The attacker guesses whether this record is in the data. It is the first, so it shifts the indices of all others."""
 
 
 def best_accuracy(epsilon: float, delta: float) -> float:
@@ -38,7 +38,7 @@ def accepted_count(guesses: int, accuracy: float) -> int:
 
 
 def proved_epsilon(right: int, guesses: int, delta: float) -> float:
-    """The epsilon that right guesses disprove with a confidence of 95 % (Clopper and Pearson 1934); 0 if none."""
+    """A lower bound of epsilon from right guesses, with a confidence of 95 % (Clopper and Pearson 1934)."""
     low = float(stats.beta.ppf(0.05, right, guesses - right + 1)) if right else 0.0
     return max(0.0, math.log((low - delta) / (1 - low))) if low > 0.5 else 0.0
 
@@ -50,8 +50,9 @@ class Game:
     Attributes:
         kind: the user code.
         settings: of the private runs.
-        data: the dataset with the record, or without it.
-        prepare: learns all that the attacker may know beforehand, and returns its guess from the outcome of a run.
+        data: makes the dataset with the record, or without it.
+        prepare: computes the prior knowledge of the attacker, and returns a function from the outcome of a run to a
+            guess; None if the library refuses the user code.
     """
 
     kind: Kind
@@ -59,10 +60,10 @@ class Game:
     data: Callable[[bool], Any]
     prepare: Callable[[Game], Callable[[Outcome], bool] | None]
     guesses: int | None = None
-    """How often it is played, where the attack names a number."""
+    """The number of guesses of a published attack; None for the number of the command line."""
     probe_each: bool = True
-    """Whether each run compares neighbours before it trains, which takes half of a short run. Otherwise the runs of
-    `prepare` do, with the record and without it."""
+    """Whether each run compares neighbours before it trains, which takes half of the time of a short run. Otherwise
+    only the runs of `prepare` do, with the record and without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Verdict:
         outcome: `"refused"`, `"stated"` or `"trained"`.
         mode: the gradient mode.
         epsilon, delta: as stated; None without a guarantee.
-        right, guesses: right guesses of all.
+        right, guesses: the numbers of right and of all guesses.
         accepted: the largest number of right guesses that the stated guarantee allows.
         reason: the refusal, or the statement's caveat.
     """
@@ -94,7 +95,7 @@ class Verdict:
 
     @property
     def proved(self) -> float:
-        """The epsilon that the guesses disprove."""
+        """The lower bound of epsilon from the guesses."""
         return proved_epsilon(self.right, self.guesses, self.delta or 0.0) if self.guesses else 0.0
 
 
@@ -129,14 +130,14 @@ def play_game(game: Game, guesses: int) -> Verdict:
 
 
 def _mechanism_accuracy(history: Any) -> float:
-    """The largest accuracy against the mechanism as stated: it is sharper than that of one (epsilon, delta)."""
+    """The largest accuracy against the stated mechanism, which is below that of one (epsilon, delta)."""
     if len(history) != 1:
         return 1.0
     return 0.5 + float(privacy_profile(*history[0])[0]) / 2
 
 
 def game_of(kind: Kind) -> Game:
-    """A game about the kinds that `tools.attacks` defines, decided by the nearer of two noise-free runs."""
+    """A game about a kind of `tools.attacks`; the attacker guesses the nearer of two runs without noise."""
     records = make_records(SETTINGS.dataset_size, TARGET)
     return Game(
         kind=kind,

@@ -1,4 +1,4 @@
-"""Sums of neighbouring datasets: with the random numbers of each record fixed, one record moves a sum by C at most."""
+"""Compare sums of neighbouring datasets: with fixed random numbers, one record moves a sum by at most C."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from tools.attacks.runs import (
 )
 
 TOLERANCE = 1e-3
-"""Rounding, as a part of C."""
+"""For rounding, in units of C."""
 
 _STEP = 3
 RARE = 7
 FULL = Settings(dataset_size=20, batch=20, epochs=4, sigma=0.0, debug_seed=1)
 SAMPLED = Settings(dataset_size=24, batch=8, epochs=3, sigma=0.0, limit=0.2)
 _UNCLIPPED = 3.0
-"""A clipping norm above most gradients: where records are not clipped, a change of their scale shows."""
+"""A clipping norm above most gradients, so that a change of the scale of records is visible."""
 
 
 @functools.cache
 def sampled() -> Settings:
-    """Nine steps at a rate of 1/3. The record `RARE` is in step 3 alone: later steps may not depend on it.
+    """Nine steps at a rate of 1/3. The record `RARE` is only in step 3: later steps must not depend on it.
 
-    The record before it is in step 5: a dataset that mixes neighbours shows there.
+    The record before it is in step 5, which shows a dataset that mixes neighbours.
     """
     seed = seed_with(RARE, _STEP, SAMPLED, other=RARE - 1, later=_STEP + 2, steps=9)
     return replace(SAMPLED, debug_seed=seed)
@@ -46,19 +46,19 @@ def sampled() -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Influence:
-    """How far one record moves the sums of a kind of user code.
+    """The distance by which one record moves the sums of a kind of user code.
 
     Attributes:
-        moves: the largest distance between sums of neighbours in one step, in units of C, or of 2 C where a record is
+        moves: the largest distance between sums of neighbours in one step, in units of C, or of 2 C if a record is
             replaced; inf if the numbers of steps differ; None if no pair was trained.
-        excess: by how much a distance exceeds the bound, in units of C: C in a step with the record, 2 C where
-            it is replaced, 0 in a step without it; None if no pair was trained.
-        refused: pairs of which a run was refused before its first step.
-        ended: pairs of which a run was refused in a later step.
-        pairs: all pairs.
+        excess: the largest distance minus its bound, in units of C. The bound is C in a step with the record, 2 C if it
+            is replaced, and 0 in a step without it. None if no pair was trained.
+        refused: the number of pairs with a run that was refused before its first step.
+        ended: the number of pairs with a run that was refused in a later step.
+        pairs: the number of all pairs.
         mode: the gradient mode.
-        reason: a refusal, or why the statement guarantees nothing; empty if neither occurred.
-        stated: whether each pair without a refusal states that it guarantees nothing, or does not cover this.
+        reason: the refusal, or a caveat of the statement; empty without both.
+        stated: whether the statement of each pair without a refusal excludes this user code.
         must_train: whether a refusal is a fault.
     """
 
@@ -81,7 +81,7 @@ class Influence:
 
     @property
     def outcome(self) -> str:
-        """The result as one word or two."""
+        """The result in one or two words."""
         if self.refused == self.pairs:
             return "refused"
         if self.stated:
@@ -94,7 +94,7 @@ def _usual(settings: Settings) -> tuple[frozenset[str], frozenset[str]]:
     """The caveats in the statement of plain user code under these settings."""
     kind = Kind(name="plain", module=UserModule)
     statement = play(kind, make_records(settings.dataset_size, RARE), settings).statement
-    assert statement is not None, f"plain user code is refused under {settings}: no refusal tells anything"
+    assert statement is not None, f"plain user code is refused under {settings}, so refusals prove nothing"
     return frozenset(statement.overrides), frozenset(statement.not_covered)
 
 
@@ -108,7 +108,7 @@ def caveats(outcome: Outcome, settings: Settings) -> list[str]:
 
 
 def influence_of(kind: Kind, *, short: bool = False) -> Influence:
-    """Train neighbours of every form, and compare their sums; `short` leaves out half of the forms."""
+    """Train neighbours of every form, and compare their sums; `short` omits half of the forms."""
     full, size = FULL, kind.rare_in
     if size is not None:
         full = replace(FULL, dataset_size=size, batch=size, epochs=1, limit=_UNCLIPPED)
@@ -135,7 +135,7 @@ Pair = tuple[Outcome, Outcome, dict[int, float] | float, Settings]
 
 
 def _pairs(kind: Kind, settings: Settings, short: bool) -> Iterator[Pair]:
-    """Two outcomes of neighbours, and the allowed distance: in each step, or in all steps."""
+    """Two outcomes of neighbours, and the allowed distance in each step, or in all steps."""
     records = make_records(settings.dataset_size, RARE)
     everywhere = settings.batch == settings.dataset_size
     telemetry: list[dict[str, float]] = []
@@ -143,7 +143,7 @@ def _pairs(kind: Kind, settings: Settings, short: bool) -> Iterator[Pair]:
         whole = play(kind, records, settings)
 
     def play_other(data: Records) -> Outcome:
-        # with `short`, the run before has compared neighbours
+        # with `short`, only the run before compares neighbours
         with same_telemetry(telemetry), unprobed() if short else nullcontext():
             return play(kind, data, settings)
 
@@ -153,7 +153,7 @@ def _pairs(kind: Kind, settings: Settings, short: bool) -> Iterator[Pair]:
         yield whole, other, dict.fromkeys(steps, 1.0), settings
     if not (short and everywhere):
         yield whole, play_other(records.replaced(RARE, by=0)), 2.0 if everywhere else {_STEP: 2.0}, settings
-    if everywhere and not short:  # in a dataset that lacks the last record, all others keep their indices
+    if everywhere and not short:  # without the last record, all others keep their indices
         yield whole, play_other(records.without(len(records) - 1)), 1.0, settings
 
 

@@ -1,11 +1,11 @@
-"""The three attacks that have disproved a stated epsilon, with their exact set-ups.
+"""Three attacks that have disproved a stated epsilon, with their exact settings.
 
 - Dropout under a seeded script. 10,000 records, one step with all of them, sigma 20. The attacker computes the sums
   with and without record 0.
 - Class weights with one rare record in 6,000. 80 steps of 300 records, sigma 4. In a step with the rare record the
   other gradients almost vanish.
-- A plateau scheduler on the training loss. 24 steps of 100 of 400 records, sigma 8. One record with a huge loss keeps
-  the learning rate from falling in one epoch, or lowers it in the next.
+- A plateau scheduler on the training loss. 24 steps of 100 of 400 records, sigma 8. One record with a huge loss
+  prevents the decrease of the learning rate in one epoch, or lowers it in the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.attacks.runs import Kind, MakeOptimizer, Outcome, Settings
 
 
 class _Published(ts.ModuleInterface):
-    """Keeps the weights after every step, as its attacker sees them."""
+    """Keeps the weights after every step for the attacker."""
 
     def __init__(self, data: TensorDataset, make_optimizer: MakeOptimizer) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def _last_rate(game: Game) -> Callable[[Outcome], bool]:
 
 
 def games(*, short: bool = False) -> tuple[Game, ...]:
-    """The three attacks; `short` takes fewer records with as much less noise, and fewer steps."""
+    """The three attacks; `short` has fewer records, proportionally less noise, and fewer steps."""
     dropout = Settings(dataset_size=10_000, batch=10_000, epochs=1, sigma=20.0, delta=1e-5, limit=1.0, lr=1.0)
     rare = Settings(dataset_size=6000, batch=300, epochs=4, sigma=4.0, delta=1e-5, limit=1.0, lr=1e-4)
     plateau = Settings(dataset_size=400, batch=100, epochs=6, sigma=8.0, delta=1e-5, limit=1.0, lr=0.3)

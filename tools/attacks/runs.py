@@ -1,4 +1,4 @@
-"""`Kind` is one way to write user code; `play` trains it once through the public `Trainer`."""
+"""`Kind` is one way to write user code; `play` trains it once with the public `Trainer`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from trainstack.backends.workload import Draw
 
 FEATURES, CLASSES, TOKENS = 6, 3, 20
 LIMIT = 0.01
-"""C by default. It is below most gradients here: where records are clipped, the smallest change of direction shows."""
+"""C by default. It is below most gradients here: clipped records show the smallest change of direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """A dataset of records with a label and tokens each.
+    """A dataset of records, each with a label and tokens.
 
     Attributes:
         inputs: float32 of shape `(records, FEATURES)`.
@@ -48,7 +48,7 @@ class Records:
         return Records(inputs=self.inputs[keep], labels=self.labels[keep], tokens=self.tokens[keep])
 
     def replaced(self, index: int, by: int) -> Records:
-        """A dataset with a copy of the record `by` in the place of `index`."""
+        """A dataset with a copy of the record `by` instead of the record `index`."""
         places = torch.arange(len(self))
         places[index] = by
         return Records(inputs=self.inputs[places], labels=self.labels[places], tokens=self.tokens[places])
@@ -59,7 +59,7 @@ class Records:
 
 
 def make_records(count: int, rare: int) -> Records:
-    """`count` ordinary records, but for `rare`: 300 times larger, of a separate class, with a label at each token."""
+    """`count` records; `rare` is 300 times larger, of a separate class, with a label at each token."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(count, FEATURES, generator=generator)
     labels = torch.randint(0, CLASSES - 1, (count,), generator=generator)
@@ -118,13 +118,14 @@ class Kind:
     """One way to write user code.
 
     Attributes:
-        name: as the table shows it.
+        name: its name in the table.
         module: makes the user's module from the records and the optimizer.
         callbacks: makes the user's callbacks.
         privacy: options of `DifferentialPrivacyArguments` that the user adds.
-        must_train: the guarantee holds for this code, so a refusal is a fault.
-        rare_in: the records of the dataset in which the rare record shows, if more than a check before training loads.
-        short: part of the short form.
+        must_train: whether a refusal is a fault, because the guarantee holds for this code.
+        rare_in: the number of records of a dataset for which a check before training seldom loads the rare record; None
+            for code that needs no such dataset.
+        short: whether the kind belongs to the short form.
     """
 
     name: str
@@ -148,7 +149,7 @@ class Settings:
         delta: of the guarantee.
         limit: C.
         debug_seed: makes masks and noise reproducible; None for a private run.
-        lr: the learning rate of plain SGD; None records the released sums and leaves the weights where they are.
+        lr: the learning rate of plain SGD; None records the released sums and does not change the weights.
     """
 
     dataset_size: int
@@ -162,7 +163,7 @@ class Settings:
 
 
 class SumRecorder(torch.optim.Optimizer):
-    """Keeps the update of each step, in units of `lr * C / B`, and leaves the weights as they are."""
+    """Keeps the update of each step, in units of `lr * C / B`, and does not change the weights."""
 
     def __init__(self, parameters: Any, scale: float) -> None:
         super().__init__(parameters, {"lr": 1.0})
@@ -183,13 +184,13 @@ class SumRecorder(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one run, as its attacker sees it.
+    """The outcome of one run for its attacker.
 
     Attributes:
         sums: float64 of shape `(steps, weights)`: the released sums in units of C; empty without a recorder.
-        moved: float64 of shape `(weights,)`: by how much training moved the weights.
+        moved: float64 of shape `(weights,)`: final minus initial weights.
         refused: the message of the library's refusal; None if the run trained to its end.
-        steps: the steps before the refusal, or all.
+        steps: the number of steps before the refusal, or of all steps.
         statement: of the run; None if it was refused.
         module: the user's module.
     """
@@ -203,7 +204,7 @@ class Outcome:
 
 
 def play(kind: Kind, records: Any, settings: Settings) -> Outcome:
-    """Train once, as a user would: seed everything, make the module, train, read the weights and the statement."""
+    """Train once like a user: seed everything, make the module, train, read the weights and the statement."""
     ts.seed_everything(0)
     made: list[Any] = []
 
@@ -222,11 +223,7 @@ def play(kind: Kind, records: Any, settings: Settings) -> Outcome:
             trainer = ts.Trainer(module, _arguments(kind, settings, folder), callbacks=list(kind.callbacks()))
             trainer.train()
             statement = trainer.privacy_statement()
-        except (
-            ts.PrivacyError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # torch refuses some code itself
+        except (ts.PrivacyError, RuntimeError, ValueError) as error:  # the last two: torch refuses some code
             refused = str(error)
         finally:
             if trainer is not None:
@@ -274,7 +271,7 @@ def _arguments(kind: Kind, settings: Settings, folder: str) -> Any:
 
 @contextmanager
 def unprobed() -> Iterator[None]:
-    """Compare modes on two records, and no neighbours, before training: a short run takes a third of the time."""
+    """Before training, compare modes on two records, and no neighbours: a short run takes a third of the time."""
     with (
         mock.patch.object(setup, "neighbour_problems", return_value=()),
         mock.patch.object(setup, "choose_probe_records", return_value=torch.arange(2)),
@@ -284,9 +281,9 @@ def unprobed() -> Iterator[None]:
 
 @contextmanager
 def same_telemetry(values: list[dict[str, float]]) -> Iterator[None]:
-    """Keep the telemetry of a run in `values`, or give these to another run.
+    """Append the telemetry of a run to empty `values`, or replace the telemetry of another run by them.
 
-    Telemetry is released, and later steps may depend on it. Sums without noise are compared given equal releases.
+    Telemetry is released, and later steps may depend on it. So sums without noise are compared for equal releases.
     """
     real, given = Telemetry.pop, iter(tuple(values)) if values else None
 
@@ -303,13 +300,13 @@ def same_telemetry(values: list[dict[str, float]]) -> Iterator[None]:
 
 @contextmanager
 def never_drawn(record: int) -> Iterator[list[int]]:
-    """Leave one record out of every sample; the others keep their indices, and with them their random numbers.
+    """Remove one record from every sample; the others keep their indices, and so their random numbers.
 
-    It is the neighbouring dataset for a library that draws the random numbers of a record by its index. A dataset that
-    is one record shorter gives other indices to later records.
+    This is a neighbouring dataset for a library that draws the random numbers of a record by its index. In a dataset
+    without the record, later records have other indices.
 
     Yields:
-        The steps in which it was drawn.
+        The steps in which the record was drawn.
     """
     real, steps = PoissonSampling.draw, list[int]()
 
@@ -325,10 +322,10 @@ def never_drawn(record: int) -> Iterator[list[int]]:
 
 
 def seed_with(record: int, step: int, settings: Settings, *, other: int, later: int, steps: int) -> int:
-    """A debug seed that draws `record` in `step` and in no other of `steps`, and the record `other` in `later`."""
+    """A debug seed with `record` in `step` and not in another of `steps` steps, and the record `other` in `later`."""
     rate = settings.batch / settings.dataset_size
     for seed in range(100_000):
         masks = [DebugRandomness(seed).mask(s, settings.dataset_size, rate) for s in range(1, steps + 1)]
         if [s for s, mask in enumerate(masks, 1) if record in mask] == [step] and other in masks[later - 1]:
             return seed
-    raise AssertionError(f"no debug seed draws record {record} in step {step} alone, and {other} in {later}")
+    raise AssertionError(f"no debug seed draws record {record} only in step {step}, and {other} in {later}")

@@ -1,4 +1,4 @@
-"""User code with losses and layers that are common, some of which normalize over the batch or compare records."""
+"""User code with common losses and layers; some of them normalize over the batch or compare records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _ClassWeights(UserModule):
 
 
 class _MaskedMean(UserModule):
-    """A mean over the records that have a label: most have none."""
+    """A mean over the records of the rare class, which most records do not have."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -40,7 +40,7 @@ class _TokenMean(UserModule):
 
 
 class _LossesPerRecord(UserModule):
-    """One loss per record, as the library asks for."""
+    """One loss per record, as the library recommends."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -55,7 +55,7 @@ class _CoupledLosses(UserModule):
 
 
 class _CoupledByDetached(UserModule):
-    """A vector of losses with right values, and gradients that depend on the batch."""
+    """A vector of losses with correct values, and gradients that depend on the batch."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -70,7 +70,7 @@ class _Contrastive(UserModule):
 
 
 class _Tail(nn.Module):
-    """Features that pass a normalization layer in the middle."""
+    """Two layers with a normalization layer between them."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _BatchNorm(UserModule):
 
 
 class _FrozenBatchNorm(UserModule):
-    """BatchNorm in eval mode, as a user freezes it."""
+    """A frozen BatchNorm: in eval mode."""
 
     def make_net(self) -> nn.Module:
         return _Tail(nn.BatchNorm1d(8))
@@ -99,7 +99,7 @@ class _FrozenBatchNorm(UserModule):
 
 
 class _BatchNormLeftInEval(UserModule):
-    """The first step puts it into training mode."""
+    """A hook sets it to training mode after the second step."""
 
     def make_net(self) -> nn.Module:
         return _Tail(nn.BatchNorm1d(8).eval())
@@ -164,7 +164,7 @@ class _Compiled(UserModule):
 
 
 RARE_IN = 4000
-"""A check before training loads 300 records: the rare one is seldom among them."""
+"""A check before training loads 300 records, which seldom include the rare one."""
 
 KINDS = (
     Kind(name="plain", module=UserModule, short=True, must_train=True),

@@ -18,7 +18,7 @@ class _Dropout(UserModule):
 
 
 class _Branch(nn.Module):
-    """A residual branch that is left out for half of the records, as in torchvision's `stochastic_depth`."""
+    """A residual branch that is skipped for half of the records, as in torchvision's `stochastic_depth`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _MixupInCollate(UserModule):
 
 
 class _SeededByIndex(Dataset[Any]):
-    """The augmentation of a sample follows from its index: it is the same in all epochs, and public."""
+    """The augmentation of a sample depends only on its index: it is the same in all epochs, and public."""
 
     def __init__(self, base: Any) -> None:
         self.base = base

@@ -1,4 +1,4 @@
-"""User code that carries records into later steps: buffers, attributes, datasets, and monitors of training values."""
+"""User code in which records influence later steps: buffers, attributes, datasets, monitors of training values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trainstack as ts
 from tools.attacks.runs import CLASSES, Kind, UserModule
 
 _FROM = 3
-"""The step from which buffers are written, counted from 1: later than any check at the start of a run."""
+"""The first step that writes buffers, counted from 1: after all checks at the start of a run."""
 
 
 class _Centred(UserModule):
@@ -93,7 +93,7 @@ class _BufferInEpochHook(_Centred):
 
 
 class _AttributeInBackwardHook(_Centred):
-    """The loss without noise, which `on_end_backward` gives to the module."""
+    """The module keeps the loss without noise of `on_end_backward`."""
 
     last: Any = 0.0
 
@@ -139,7 +139,7 @@ class _Wrapped(Dataset[Any]):
 
 
 class _Learning(_Wrapped):
-    """Normalizes by a mean over the records that were fetched so far."""
+    """Normalizes by a running mean over the fetched records."""
 
     mean: Any = 0.0
 
@@ -191,7 +191,7 @@ class _CentringCollate(UserModule):
 
 
 class _RareIsHuge(UserModule):
-    """The loss of the rare class is huge, as that of a wrong unit or a broken sensor."""
+    """The loss of the rare class is huge, as for a wrong unit or a broken sensor."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         losses = nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
@@ -207,7 +207,7 @@ class _PlateauOnTrainLoss(_RareIsHuge):
 
 
 class _RateFromTheLoss(_RareIsHuge):
-    """Sets the learning rate by hand from the loss that the module saw."""
+    """Sets the learning rate by hand from the loss of `train_step`."""
 
     seen: Any = None
 
@@ -223,7 +223,7 @@ class _RateFromTheLoss(_RareIsHuge):
 
 
 class _RateFromHookOutputs(_RareIsHuge):
-    """Sets it from the outputs that the hook is given."""
+    """Sets the learning rate by hand from the outputs that the hook gets."""
 
     def on_end_train_step(self, global_step: int, *outputs: Any) -> None:
         if self.optimizer is not None and outputs and float(torch.as_tensor(outputs[0]).mean()) > 100:

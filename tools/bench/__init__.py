@@ -1,5 +1,5 @@
-"""The cost of a training step: hand-written loops and trainstack, interleaved, in CPU time.
+"""Measure the CPU time of a training step of hand-written loops and of trainstack, interleaved.
 
-`python -m tools.bench` prints a table of ratios for each workload. A contender is one file in
-`tools/bench/contenders`; a workload is one function in `tools/bench/workloads.py`.
+`python -m tools.bench` prints a table of ratios for each workload. A contender is a file in
+`tools/bench/contenders`, a workload a function in `tools/bench/workloads.py`.
 """

@@ -1,10 +1,10 @@
-"""`python -m tools.bench`: measure, print a table for each workload, and keep the figures if asked to.
+"""`python -m tools.bench`: measure the workloads, print a table for each, and write the figures with `--json`.
 
-`python -m tools.bench profile` says where the microseconds of a step go, `python -m tools.bench private` measures
-private training, `python -m tools.bench order` the order of data sets of up to 1e12 samples, `python -m tools.bench
+`python -m tools.bench profile` divides the time of a step among its parts, `python -m tools.bench private` measures
+private training, `python -m tools.bench order` the order of datasets of up to 1e12 samples, `python -m tools.bench
 sharded` sharded checkpoints, `python -m tools.bench sharding-memory` the memory of processes that share a model, and
-`python -m tools.bench load-memory` that of saving and loading. `python -m tools.bench record` measures the step log and
-`verify_replay`, and `python -m tools.bench audit` lists the planted faults that the privacy audit finds.
+`python -m tools.bench load-memory` the memory of saving and loading. `python -m tools.bench record` measures the step
+log and `verify_replay`, and `python -m tools.bench audit` lists the planted faults that the privacy audit finds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read once, when torch is imported
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -30,44 +31,27 @@ from tools.bench.report import as_json, table, versions
 from tools.bench.workloads import WORKLOADS
 
 CHECKPOINT = "checkpoint"
-"""A workload without training: printed, not part of the figures that --json keeps."""
+"""A workload without training, which is printed and not written by `--json`."""
+
+COMMANDS = {
+    "audit": "tools.broken_privacy",
+    "load-memory": "tools.bench.load_memory",
+    "order": "tools.bench.order",
+    "private": "tools.bench.private",
+    "profile": "tools.bench.profile",
+    "record": "tools.bench.record",
+    "sharded": "tools.bench.sharded",
+    "sharding-memory": "tools.bench.sharding_memory",
+}
+"""The module with `main(argv)` of each other measurement."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if two contenders that do the same arithmetic ended with different bits."""
+    """Measure; returns 1 if two contenders with the same arithmetic ended with different bits."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["private"]:
-        from tools.bench.private import main as private
-
-        return private(argv[1:])
-    if argv[:1] == ["profile"]:
-        from tools.bench.profile import main as profile
-
-        return profile(argv[1:])
-    if argv[:1] == ["order"]:
-        from tools.bench.order import main as order
-
-        return order(argv[1:])
-    if argv[:1] == ["sharding-memory"]:
-        from tools.bench.sharding_memory import main as sharding_memory
-
-        return sharding_memory(argv[1:])
-    if argv[:1] == ["load-memory"]:
-        from tools.bench.load_memory import main as load_memory
-
-        return load_memory(argv[1:])
-    if argv[:1] == ["record"]:
-        from tools.bench.record import main as record
-
-        return record(argv[1:])
-    if argv[:1] == ["sharded"]:
-        from tools.bench.sharded import main as sharded
-
-        return sharded(argv[1:])
-    if argv[:1] == ["audit"]:
-        from tools.broken_privacy import main as audit
-
-        return audit(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        status: int = importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        return status
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -99,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         "--workload",
         action="append",
         choices=(*WORKLOADS, *WHOLE, CHECKPOINT),
-        help="measure only this one; may be given several times",
+        help="measure only this one; can be repeated",
     )
     parser.add_argument(
-        "--only", action="append", metavar="CONTENDER", help="only this one, with raw and raw_clip; several times"
+        "--only", action="append", metavar="CONTENDER", help="only this one, with raw and raw_clip; can be repeated"
     )
     parser.add_argument("--rounds", type=_at_least_one, help="rounds that count (default: 7, with --quick 3)")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the steps; trust it to 10 %%")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the steps; accurate to 10 %%")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all figures there")
     return parser
 
@@ -113,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 def _at_least_one(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} rounds measure nothing; give at least 1")
+        raise argparse.ArgumentTypeError(f"{number}: write 1 or more rounds")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading the state of a model with Adam: wall time, in processes that have not held such memory before."""
+"""Measure the wall time of saving and loading a model with Adam, in processes that have not used such memory before."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def measure_checkpoints(rounds: int, millions: int = MILLIONS, tell: Callable[[s
     """A table of medians; ratios are medians of the ratios within a round.
 
     Args:
-        rounds: that count, after one that does not.
-        millions: tensors of a million float32, thrice: weights and two averages.
-        tell: is given a word on how far it is.
+        rounds: the measured rounds, after one that is not counted.
+        millions: the number of tensors of a million float32 values, each for weights and two averages.
+        tell: gets a line of progress.
     """
     seconds: Seconds = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TRAINSTACK_BENCH_DIR")) as folder:
@@ -67,7 +67,7 @@ def _in_a_new_process(*words: str) -> dict[str, float]:
 
 
 def _save(state: State, folder: Path) -> dict[str, float]:
-    """Seconds of each way to save; the files of the round before are deleted first, and that time is not counted."""
+    """Seconds of each way to save, without the time to delete the files of the previous round."""
     for old in ("ours", "async"):
         shutil.rmtree(folder / old, ignore_errors=True)
     (folder / "torch.pt").unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def _save(state: State, folder: Path) -> dict[str, float]:
     foreground, background = saver("ours"), saver("async", async_save=True)
     times["trainstack"] = _timed(lambda: foreground.save(checkpoint(1), 1))
     times["trainstack, async_save: first save, loop held up"] = _timed(lambda: background.save(checkpoint(1), 1))
-    background.load()  # waits for the save, and was told to load nothing
+    background.load()  # waits for the save, and loads nothing without `resume`
     began = time.perf_counter()
     background.save(checkpoint(2), 1)
     times["trainstack, async_save: later saves, loop held up"] = time.perf_counter() - began

@@ -1,6 +1,6 @@
 """The process that `tools.bench.processes` starts: one contender with one task.
 
-Imports no other contender, so that a hand-written loop does not pay for the library.
+It imports no other contender, so that a hand-written loop does not include the import of the library.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from tools.bench import fsdp_rank
-from tools.bench.allocator import keep_freed_memory
+from tools.bench.allocator import keep_freed_memory, memory
 from tools.bench.contender import Run
 from tools.bench.task import Task
 from tools.bench.workloads import SEED, WORKLOADS
 
 
 def main(case: str, contender: str) -> None:
-    """`startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 and `fsdp` on W3 as one process of a world.
+    """Run one case: `startup` makes one step of W1, `memory` trains on W3, `ddp` on W2 and `fsdp` on W3 as one rank.
 
-    The last two print CPU seconds of the training and a sum over the final weights, `memory` the peak in MB; `startup`
-    is measured from outside.
+    `ddp` and `fsdp` print collectives, CPU seconds of the training and a sum over the final weights, `memory` prints
+    the peak in MiB; the parent process measures `startup`.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -53,14 +53,8 @@ def main(case: str, contender: str) -> None:
         task = WORKLOADS["W1"]().cut(1) if case == "startup" else WORKLOADS["W3"]()
         importlib.import_module(f"tools.bench.contenders.{contender}").CONTENDER.prepare(task, Path(folder))()
     if case == "memory":
-        print(_peak())
-
-
-def _peak() -> float:
-    """The most memory that this process has had, in MB. The value that the parent gets of a child, `ru_maxrss`,
-    counts the parent's own memory from before the child's program began."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+        # Not `ru_maxrss` of the parent: it includes the memory of the parent before the child's program began.
+        print(memory("VmHWM"))
 
 
 def _ddp(contender: str, task: Task, folder: Path) -> Run:
@@ -95,7 +89,7 @@ def _ddp(contender: str, task: Task, folder: Path) -> Run:
 
 
 class _Batches:
-    """All batches, of which each process takes every second; no loader, for neither side has one."""
+    """All batches; each process takes every second one. Neither contender has a loader."""
 
     def __init__(self, task: Task) -> None:
         self._batches, self.model = task.batches(), task.make_model

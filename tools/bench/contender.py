@@ -1,4 +1,4 @@
-"""`Contender`: one way to carry out a task, and where the contenders are found."""
+"""`Contender` is one way to run a task; `find_contenders` returns all of them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 from tools.bench.task import Task
 
 Run = Callable[[], Sequence[Tensor]]
-"""Carries out a task once and returns the values that must agree: the final weights, or the collected outputs."""
+"""Runs a task once and returns the values that must agree: the final weights, or the collected outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One way to carry out a task.
+    """One way to run a task.
 
     Attributes:
-        name: as in the table.
-        rank: the place in the table.
-        against: the name of the hand-written loop that does the same arithmetic: ratios are formed with it, and
-            the results must be the same bits. Where that one has no part in a workload, `raw` takes its place.
-        prepare: makes model and data ready, given a task and an empty folder to write to. Not timed; the time that it
-            returns is.
-        kinds: of tasks that it can carry out.
-        feeds: ways for batches to reach the loop that it has.
-        requires: packages without which it is left out.
+        name: its name in the table.
+        rank: its position in the table.
+        against: the name of the hand-written loop with the same arithmetic. Ratios are relative to it, and the results
+            must have the same bits. In workloads without this loop it is `raw`.
+        prepare: makes model and data from a task and an empty folder; this is not timed. The time of the returned
+            function is measured.
+        kinds: the kinds of tasks that it can run.
+        feeds: the kinds of feeds that it supports.
+        requires: the packages that it needs; without them it is omitted.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Contender:
     requires: tuple[str, ...] = ()
 
     def can_do(self, task: Task) -> bool:
-        """Whether it has a part in `task`."""
+        """Whether it can run `task`."""
         return task.kind in self.kinds and task.feed in self.feeds
 
     @property
     def is_installed(self) -> bool:
-        """Whether all packages that it requires are there."""
+        """Whether all required packages are installed."""
         return all(importlib.util.find_spec(package) is not None for package in self.requires)
 
 
 def find_contenders() -> list[Contender]:
-    """Every `CONTENDER` in a module of `tools.bench.contenders` whose packages are installed, in the table's order."""
+    """Every `CONTENDER` in `tools.bench.contenders` with installed packages, in the order of the table."""
     package = importlib.import_module("tools.bench.contenders")
     modules = (importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__))
     found = [module.CONTENDER for module in modules if hasattr(module, "CONTENDER")]

@@ -1,6 +1,6 @@
-"""One rank of the workload `fsdp`: W3, sharded by hand or by the library, and the collectives that it takes part in.
+"""One rank of the workload `fsdp`: W3, sharded by hand or by the library, with a count of its collectives.
 
-Imports the library only for the library's contenders, so that the hand-written loop does not pay for it.
+It imports the library only for contenders of the library, so that the hand-written loop does not include this time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NEW = hasattr(dist, "all_gather_single")  # from torch 2.13 on
 GATHER, SCATTER = (
     ("all_gather_single", "reduce_scatter_single") if NEW else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
-"""The functions by which FSDP2 gathers and reduces."""
+"""The functions with which FSDP2 gathers and reduces."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def count_collectives() -> Iterator[Counter[str]]:
 
 
 def prepare(contender: str, task: Task, folder: Path, size: int) -> Run:
-    """The training of `task` on this rank, of which each takes every second batch; returns the rank's own weights."""
+    """The training of `task` on this rank, with every `size`-th batch; it returns the local weights."""
     return _by_hand(task, size) if contender == "raw" else _by_library(contender, task, folder, size)
 
 

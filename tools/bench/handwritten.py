@@ -1,4 +1,4 @@
-"""The loops that people write by hand: nothing but torch, nothing that a tutorial would not show."""
+"""Hand-written loops with torch only, as in a tutorial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.bench.task import Task
 
 
 def prepare_handwritten(task: Task, *, max_norm: float | None = None, tuned: bool = False) -> Run:
-    """A plain loop over `task`; with `max_norm`, gradients are clipped by torch's own function.
+    """A plain loop over `task`; with `max_norm`, it clips gradients by `clip_grad_norm_` of torch.
 
     With `tuned`, the channels are last in memory and the optimizer is the tuned one.
     """

@@ -1,4 +1,4 @@
-"""A task carried out by trainstack: the module that a user would write, and the trainer around it."""
+"""Run a task with trainstack: the module of a user, and the trainer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tools.bench.contender import Run
 from tools.bench.task import Task
 from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, TrainerArguments
 
-# A NullHandler hides the notice that a list has its own order.
+# A NullHandler hides the notice about the order of a list.
 logging.getLogger("trainstack").addHandler(logging.NullHandler())
 
 
 class TaskModule(ModuleInterface):
-    """A task as a user would hand it to trainstack; no hooks."""
+    """A task as a module of a user, without hooks."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class TaskModule(ModuleInterface):
         self.loader = task.make_loader()
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> tuple[Any, Any]:
-        tuned = self.task.tuned_optimizer  # fused where the library is asked for channels last, too
+        tuned = self.task.tuned_optimizer  # the fused one, in tasks that also use channels last
         return [(tuned or self.task.make_optimizer)(self.model.parameters())], []
 
     def get_train_dataloader(self, sampler: type, batch_size: int) -> Any:
@@ -50,26 +50,26 @@ class TaskModule(ModuleInterface):
 
 
 class NullTerminal(io.TextIOWrapper):
-    """Says that it is a terminal; its output goes to the null device, through a real system call."""
+    """A stream to the null device, with real system calls, that can claim to be a terminal."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__(open(os.devnull, "wb", buffering=0), encoding="utf-8", write_through=True)  # noqa: SIM115
         self._is_terminal = is_terminal
 
     def isatty(self) -> bool:
-        """As was said when it was made."""
+        """The argument `is_terminal`."""
         return self._is_terminal
 
 
 @contextmanager
 def null_screen(is_terminal: bool) -> Iterator[None]:
-    """Output within goes to the null device, which claims to be a terminal or not, as told."""
+    """A block whose output goes to a `NullTerminal`."""
     with NullTerminal(is_terminal) as screen, redirect_stdout(screen), redirect_stderr(screen):
         yield
 
 
 def arguments_for(task: Task, folder: Path, **options: Any) -> TrainerArguments:
-    """The arguments that a task fixes, with `options` as further arguments; checkpoints are off."""
+    """The arguments for a task, with further `options`; checkpoints are off."""
     return TrainerArguments(
         train_batch_size=task.micro_batch * task.accumulation,
         gpu_batch_size_limit=task.micro_batch,
@@ -86,7 +86,7 @@ def arguments_for(task: Task, folder: Path, **options: Any) -> TrainerArguments:
 def prepare_library(
     task: Task, folder: Path, *, module: TaskModule | None = None, on_terminal: bool = False, **options: Any
 ) -> Run:
-    """`Trainer.train`, or `Trainer.validate` for a task that evaluates, with `options` as trainer arguments.
+    """`Trainer.train`, or `Trainer.validate` for an evaluation, with `options` as trainer arguments.
 
     The output of the library goes to the null device, which claims to be a terminal if `on_terminal`.
     """

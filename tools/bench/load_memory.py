@@ -1,7 +1,7 @@
-"""`python -m tools.bench load-memory`: peak memory of each rank when a run with AdamW is saved and when it is resumed.
+"""`python -m tools.bench load-memory`: the peak memory of each rank in a save and in a resume of a run with AdamW.
 
-Resident memory of new processes. "above" is the peak without the memory that the process holds before and after: the
-module as it was made before, and its part of parameters and optimizer states afterwards.
+It is the resident memory of new processes. "above" is the peak minus the memory of the process before and after: the
+new module before, and the local parameters and optimizer states after a resume.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import trainstack as ts
+from tools.bench.allocator import memory
 from trainstack.trainer.resume.saving import Saver
 
 LAYOUTS = (("sp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3))
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench load-memory", description=__doc__)
     parser.add_argument("--millions", type=int, default=20, help="parameters in millions, float32 (default: 20)")
     parser.add_argument("--async-save", action="store_true", help="save in the background")
-    parser.add_argument("--only", action="append", metavar="BACKENDxRANKS", help='such as "fsdp x 2"; several times')
+    parser.add_argument("--only", action="append", metavar="BACKENDxRANKS", help='such as "fsdp x 2"; can be repeated')
     options = parser.parse_args(argv)
     tensor = 4 * options.millions * 1e6 / LAYERS / MB
     print(f"{options.millions} million parameters with AdamW, {LAYERS} tensors of {tensor:.0f} MB; all figures in MB")
@@ -57,7 +58,7 @@ def _ranks(step: int, folder: str, backend: str, size: int, options: argparse.Na
 
 
 def train(folder: str, backend: str, steps: int, millions: int, async_save: bool) -> dict[str, float]:
-    """Train to `steps`, from the checkpoint in `folder` if there is one; the memory of this rank in MB."""
+    """Train to `steps`, from the checkpoint in `folder` if there is one; returns the memory of this rank in MB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = millions * 1_000_000 // LAYERS // WIDTH
@@ -94,7 +95,7 @@ def train(folder: str, backend: str, steps: int, millions: int, async_save: bool
 
 
 class _Wide(nn.Module):
-    """Layers whose weights have all but few of the parameters."""
+    """Layers without biases."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class _Wide(nn.Module):
 
 
 class _PeakOfSaves:
-    """The most memory that a save took above that of the process before it."""
+    """The largest additional memory of a save, in MB."""
 
     above = 0.0
 
@@ -128,7 +129,7 @@ class _PeakOfSaves:
 
 
 def _state_of(trainer: Any) -> float:
-    """Bytes of the parameters and optimizer states that this process has."""
+    """Bytes of the local parameters and optimizer states."""
 
     def local(tensor: torch.Tensor) -> int:
         return getattr(tensor, "to_local", lambda: tensor)().nbytes
@@ -144,9 +145,8 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # of VmHWM, see proc(5)
 
 
-def _memory(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / MB
+def _memory(field: str) -> float:
+    return memory(field) * 2**20 / MB
 
 
 if __name__ == "__main__":

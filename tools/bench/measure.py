@@ -1,4 +1,4 @@
-"""Measuring: contenders interleaved over rounds, CPU time of all threads, medians of ratios within a round."""
+"""Measure contenders, interleaved over rounds: CPU time of all threads, medians of ratios within a round."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Outcome:
     """The measurements of one contender in one workload.
 
     Attributes:
-        name, against: of the contender, and of the one it is compared with here.
-        steps: forward passes of one run.
+        name, against: the names of the contender and of the one that it is compared with.
+        steps: the number of forward passes of one run.
         seconds: CPU seconds of each round, in order.
-        result: of its last run.
-        same_bits: whether the result of every round was that of `against` in the same round.
+        result: the result of its last run.
+        same_bits: whether the results of all rounds have the bits of `against` in the same round.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def microseconds(self) -> float:
-        """CPU time a step: the median over rounds."""
+        """CPU time of a step: the median over rounds."""
         return 1e6 * median(self.seconds) / self.steps
 
     def ratios(self, other: Outcome) -> list[float]:
@@ -50,13 +50,13 @@ class Outcome:
 def measure(
     task: Task, contenders: Sequence[Contender], rounds: int, tell: Callable[[str], None] = lambda line: None
 ) -> dict[str, Outcome]:
-    """Run each contender once a round, in alternating order, after a round that does not count.
+    """Run each contender once in each round, in alternating order, after a round that is not counted.
 
     Args:
-        task: of all of them.
-        contenders: those that cannot do a task of this kind are left out.
-        rounds: that count.
-        tell: is given a word on how far it is.
+        task: the task of all contenders.
+        contenders: those that cannot run the task are omitted.
+        rounds: the number of counted rounds.
+        tell: gets a line of progress.
     """
     takes_part = [contender for contender in contenders if contender.can_do(task)]
     names = {contender.name for contender in takes_part}
@@ -94,7 +94,7 @@ def run_once(contender: Contender, task: Task) -> tuple[float, Sequence[Tensor]]
 
 
 def same_bits(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    """Whether both hold the same tensors, bit for bit: a NaN equals itself, and 0.0 is not -0.0."""
+    """Whether both have the same tensors, bit for bit: a NaN equals itself, and 0.0 differs from -0.0."""
     return len(left) == len(right) and all(
         a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
         for a, b in zip(left, right, strict=True)

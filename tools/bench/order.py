@@ -13,15 +13,16 @@ from time import process_time
 
 import torch
 
+from tools.bench.allocator import memory
 from trainstack.trainer.core.order import DataOrder, RankSlice
 from trainstack.trainer.core.shuffling import LARGEST_IN_MEMORY, ORDER_VERSION
 
 LENGTHS = (10**6, 10**7, 10**9, 10**12)
 LARGEST_TENSOR = 10**7
-"""`torch.randperm` is measured up to here. It takes 8 bytes and about 60 ns a sample above."""
+"""`torch.randperm` is measured up to here. For larger lengths it takes 8 bytes and about 60 ns per sample."""
 BATCH, BATCHES = 256, 3000
 RESUMED = 0.5
-"""The part of the epoch after which a run resumes."""
+"""The position of a resume, as a share of the epoch."""
 
 
 def order_of(length: int, version: int) -> DataOrder:
@@ -30,9 +31,9 @@ def order_of(length: int, version: int) -> DataOrder:
 
 
 def measure(length: int, version: int, rounds: int) -> dict[str, float]:
-    """CPU seconds to the first batch of an epoch and after a resume, MB, and CPU microseconds a batch.
+    """CPU seconds to the first batch of an epoch and after a resume, MB, and CPU microseconds of a batch.
 
-    A batch has its share of the work for the whole epoch.
+    The time of a batch includes its share of the work for the whole epoch.
     """
     order = order_of(length, version)
     middle = int(length * RESUMED) // BATCH * BATCH
@@ -55,7 +56,7 @@ def _seconds(begin: Callable[[], Iterator[RankSlice]], rounds: int) -> float:
 
 
 def _per_batch(order: DataOrder) -> float:
-    """Of the batches after the first: those of an order in memory are parts of it."""
+    """CPU microseconds of a batch after the first. An order in memory only slices."""
     batches = order.local_batches(0)
     next(batches)
     began = process_time()
@@ -64,26 +65,19 @@ def _per_batch(order: DataOrder) -> float:
 
 
 def _peak(length: int, version: int) -> float:
-    """MB that the resident memory of a new process grows by at most, over the start of an epoch and 100 batches."""
+    """The largest growth of the resident memory of a new process in MB, in the start of an epoch and 100 batches."""
     command = [sys.executable, "-m", "tools.bench.order", "--peak", str(length), str(version)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     return float(printed.stdout)
 
 
 def _print_peak(length: int, version: int) -> None:
-    for _ in order_of(2, version).local_batches(
-        0
-    ):  # modules loaded at the first use do not count as memory of the order
+    for _ in order_of(2, version).local_batches(0):  # loads modules, which are not memory of the order
         torch.randperm(2)
-    before = _resident("VmRSS")
+    before = memory("VmRSS")
     for _ in islice(order_of(length, version).local_batches(0), 100):
         pass
-    print(max(0.0, _resident("VmHWM") - before))
-
-
-def _resident(name: str) -> float:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.split(f"{name}:")[1].split()[0]) / 1024
+    print(max(0.0, memory("VmHWM") - before))
 
 
 def report(rounds: int) -> str:

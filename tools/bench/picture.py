@@ -1,4 +1,4 @@
-"""`python -m tools.bench.picture FIGURES.json... PICTURE.svg`: the ratios that `--json` kept, as bars."""
+"""`python -m tools.bench.picture FIGURES.json... PICTURE.svg`: draw the ratios of `--json` as bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 
 def draw(figures: Sequence[Path], picture: Path) -> None:
-    """One group of bars a workload: CPU time a step as a multiple of the plain loop's."""
+    """Draw a group of bars for each workload: CPU time of a step as a multiple of that of the plain loop."""
     workloads = {name: w for path in figures for name, w in json.loads(path.read_text("utf-8"))["workloads"].items()}
     with rc_context({"svg.hashsalt": "bench", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 1.6 * len(workloads) + 1), layout="constrained")

@@ -1,4 +1,4 @@
-"""`make bench-private`: private steps against plain ones, a loop written by hand and opacus, in one process."""
+"""`make bench-private`: compare private steps with plain ones, a hand-written loop and opacus, in one process."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from unittest import mock
 
 import torch
 
-from tools.bench.allocator import forget_peak, keep_freed_memory
+from tools.bench.allocator import forget_peak, keep_freed_memory, memory
 from tools.bench.private_contenders import GRADIENTS, MODELS, STEPS, dataset, prepared
 from tools.bench.report import versions
 
 GOALS = {"mlp": 1.6, "cnn": 1.25, "transformer": 1.4}
-"""CPU time of a private step over a plain one, at 256 records."""
+"""Goals of the CPU time of a private step over that of a plain one, with 256 records."""
 
 _BLOCK = 4
-"""Steps in a block: begin and end of the library's loop are a small part of so many, and a pause of the machine
-spoils few."""
+"""Steps in a block: enough to make the begin and end of the library's loop a small part, and few enough that a pause of
+the machine disturbs few."""
 
 _SLOW = {"sp-dp hooks", "opacus hooks", "opacus functorch", "vmap", "loop"}
-"""Contenders of which a block has one step."""
+"""Contenders with one step in a block."""
 
 
 def least(kind: str, model: str, names: Sequence[str], batch: int, rounds: int) -> dict[str, float]:
-    """CPU seconds of one step of each contender: the least of `rounds` blocks, which take turns."""
+    """CPU seconds of one step of each contender: the least of `rounds` blocks in alternating order."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opacus warns in every step
         data = dataset(model)
@@ -78,7 +78,7 @@ def parts(model: str, batch: int, rounds: int) -> dict[str, float]:
     found = dict.fromkeys(_PARTS, float("inf"))
     with tempfile.TemporaryDirectory() as folder, _timed(spent):
         make = prepared("steps", "sp-dp", model, batch, dataset(model), Path(folder))
-        make(16)  # more is checked in the first steps
+        make(16)  # the first steps have more checks
         for _ in range(rounds):
             spent.update(dict.fromkeys(_PARTS, 0.0))
             make(_BLOCK)
@@ -118,8 +118,10 @@ def _timed(spent: dict[str, float]) -> Iterator[None]:
 
 
 def peak(kind: str, model: str, name: str, batch: int) -> float:
-    """MiB that a new process needs at its peak for making a contender and a few steps, without data set and imports;
-    nan without /proc."""
+    """Peak memory in MiB of making a contender and a few steps in a new process, without dataset and imports.
+
+    It is nan without /proc.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench", "private", "--memory-of", kind, model, name, str(batch)],
         capture_output=True,
@@ -136,15 +138,9 @@ def _own_peak(kind: str, model: str, name: str, batch: int) -> float:
         prepared(kind, name, model, 2, data, Path(folder, "first"))  # imports, which are not measured
         gc.collect()
         forget_peak()
-        before = _status("VmRSS")
+        before = memory("VmRSS")
         prepared(kind, name, model, batch, data, Path(folder, "measured"))
-        return _status("VmHWM") - before
-
-
-def _status(field: str) -> float:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field)), float("nan"))
+        return memory("VmHWM") - before
 
 
 # --- tables
@@ -163,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
     base, *others = known
     unknown = sorted(set(options.only or ()) - set(others))
     if unknown:
-        raise SystemExit(f"{', '.join(unknown)}: give some of {', '.join(others)}.")
+        raise SystemExit(f"{', '.join(unknown)}: write some of {', '.join(others)}.")
     names = [base, *(options.only or others)]
     print(", ".join(f"{name} {value}" for name, value in versions().items()))
     print(
@@ -193,7 +189,7 @@ def _print_times(kind: str, names: Sequence[str], options: argparse.Namespace) -
 
 
 def _described(model: str, found: dict[str, float], options: argparse.Namespace) -> str:
-    """Parts of the private step as shares of the plain one, and how far it is from the loop by hand."""
+    """Parts of the private step as shares of the plain one, and the distance to the hand-written step."""
     shares = parts(model, options.records, options.rounds)
     text = ", ".join(f"{part} {100 * seconds / found['sp']:.1f} %" for part, seconds in shares.items())
     if "by hand" in found:
@@ -212,13 +208,13 @@ def _print_memory(kind: str, names: Sequence[str], options: argparse.Namespace) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench private", description=__doc__)
-    parser.add_argument("--gradients", action="store_true", help="sums of clipped gradients alone, in each grad_mode")
-    parser.add_argument("--model", action="append", choices=MODELS, help="only this one; may be given several times")
-    parser.add_argument("--threads", action="append", type=int, help="of torch (default: 1, and 2)")
+    parser.add_argument("--gradients", action="store_true", help="only sums of clipped gradients, in each grad_mode")
+    parser.add_argument("--model", action="append", choices=MODELS, help="only this one; can be repeated")
+    parser.add_argument("--threads", action="append", type=int, help="threads of torch (default: 1 and 2)")
     parser.add_argument("--records", type=int, default=256, help="records in a step (default: 256)")
     parser.add_argument("--only", action="append", metavar="NAME", help="only this one, with the plain step")
     parser.add_argument("--rounds", type=int, default=30, help="blocks of each contender (default: 30)")
-    parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave peak memory out")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="omit peak memory")
     names = ("KIND", "MODEL", "CONTENDER", "RECORDS")
     parser.add_argument("--memory-of", nargs=4, metavar=names, help=argparse.SUPPRESS)
     return parser

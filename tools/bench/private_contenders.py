@@ -1,4 +1,4 @@
-"""The contenders of the benchmark of private training: models, whole steps of several loops, and gradients alone."""
+"""The contenders of the benchmark of private training: models, whole steps of several loops, and only gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainstack.backends.dp.modes.selection import MODES
 from trainstack.trainer.run.loop import train_steps
 
 Steps = Callable[[int], None]
-"""Makes so many steps."""
+"""Makes the given number of steps."""
 
 _RECORDS = 60_000
 _SIGMA, _NORM, _RATE = 1.0, 1.0, 0.1
@@ -53,7 +53,7 @@ class _Block(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """A class from 32 tokens out of 1,000. The same embedding of places is looked up for each record."""
+    """Predicts a class from 32 tokens out of 1,000. Each record has the same embedding of places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Transformer(nn.Module):
         self.blocks, self.head = nn.Sequential(_Block(64, 4), _Block(64, 4)), nn.Linear(64, 10)
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)  # opacus needs it contiguous
+        places = torch.arange(ids.shape[1]).repeat(len(ids), 1)  # contiguous, for opacus
         return self.head(self.blocks(self.tokens(ids) + self.places(places)).mean(1))
 
 
@@ -103,9 +103,9 @@ def dataset(model: str) -> TensorDataset:
 def trained_by_library(
     backend: str, model: str, data: TensorDataset, batch: int, folder: Path, grad_mode: str = "auto"
 ) -> Steps:
-    """The library's own loop, from drawing and fetching a batch to zeroing the gradients.
+    """The loop of the library, from drawing and fetching a batch to zeroing the gradients.
 
-    A private step draws its Poisson sample and then takes exactly `batch` records, so that all rounds do the same work.
+    A private step draws its Poisson sample and then takes exactly `batch` records, so that all rounds are equal.
     """
     sgd = partial(torch.optim.SGD, lr=_RATE)
     private = DifferentialPrivacyArguments(
@@ -138,7 +138,7 @@ def trained_by_library(
 
     steps = endless()
 
-    def make(number: int, trainer: Trainer = trainer) -> None:  # which must stay alive
+    def make(number: int, trainer: Trainer = trainer) -> None:  # the default keeps it alive
         train_steps(run.loop, itertools.islice(steps, number))
 
     return make
@@ -151,7 +151,7 @@ def _exactly(batch: int, drawn: Tensor) -> Tensor:
 def trained_by_opacus(kind: str, model: str, data: TensorDataset, batch: int, folder: Path) -> Steps:
     """The loop of opacus' examples: hooks that keep all per-record gradients, or ghost clipping.
 
-    The batch is cut from the data set in the cheapest way, and the accountant is not asked.
+    The batch is a slice of the dataset, which is the cheapest way, and there is no accountant.
     """
     net, criterion = MODELS[model][0](), nn.CrossEntropyLoss()
     options: dict[str, Any] = {"noise_multiplier": _SIGMA, "max_grad_norm": _NORM, "expected_batch_size": batch}
@@ -179,7 +179,7 @@ def trained_by_opacus(kind: str, model: str, data: TensorDataset, batch: int, fo
 
 
 def trained_by_hand(model: str, data: TensorDataset, batch: int, folder: Path) -> Steps:
-    """Only the arithmetic of a private step: no sampling, account, statement or check; noise as torch draws it."""
+    """Only the arithmetic of a private step: no sampling, account, statement or check; the noise is from torch."""
     net = MODELS[model][0]()
     optimizer = torch.optim.SGD(net.parameters(), lr=_RATE)
     inputs, targets = data.tensors
@@ -200,10 +200,10 @@ STEPS: dict[str, Callable[..., Steps]] = {
     "opacus hooks": partial(trained_by_opacus, "hooks"),
     "opacus ghost": partial(trained_by_opacus, "ghost"),
 }
-"""Whole steps, from the fetched batch to the zeroed gradients; others are compared with the first."""
+"""Whole steps, from the fetched batch to the zeroed gradients; the others are compared with the first."""
 
 
-# --- gradients alone
+# --- only gradients
 
 
 class _Module(nn.Module):
@@ -232,7 +232,7 @@ def _mode_gradient(mode: str, net: nn.Module, batch: tuple[Tensor, Tensor]) -> C
 
 
 def _opacus_gradient(net: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> Callable[[], object]:
-    """All per-record gradients in memory, and the optimizer's clipping."""
+    """All per-record gradients in memory, and the clipping of the optimizer."""
     wrapped = import_opacus("opacus.grad_sample", "the benchmark").GradSampleModule(net, **options)
     optimizer = import_opacus("opacus.optimizers", "the benchmark").DPOptimizer(
         torch.optim.SGD(wrapped.parameters(), lr=_RATE),
@@ -252,7 +252,7 @@ def _opacus_gradient(net: nn.Module, batch: tuple[Tensor, Tensor], **options: An
 def _repeated(
     gradient: Callable[..., Callable[[], object]], model: str, data: TensorDataset, batch: int, folder: Path
 ) -> Steps:
-    """`gradient` of the first records, over and over."""
+    """`gradient` of the first records, repeated."""
     inputs, targets = data.tensors
     step = gradient(MODELS[model][0](), (inputs[:batch], targets[:batch]))
 
@@ -270,11 +270,11 @@ GRADIENTS: dict[str, Callable[..., Steps]] = {
     "opacus functorch": partial(_repeated, partial(_opacus_gradient, force_functorch=True)),
 }
 """Forward, backward and clipping, without noise and optimizer; hooks and ghost without their comparison with single
-records. Others are compared with the first."""
+records. The others are compared with the first."""
 
 
 def prepared(contenders: str, name: str, model: str, batch: int, data: TensorDataset, folder: Path) -> Steps:
-    """A contender of "steps" or "gradients" that has made a few steps; all begin with the same weights."""
+    """A contender of "steps" or "gradients" after 3 steps; all begin with the same weights."""
     torch.manual_seed(SEED)
     steps = {"steps": STEPS, "gradients": GRADIENTS}[contenders][name](model, data, batch, folder)
     steps(3)

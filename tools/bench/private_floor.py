@@ -1,6 +1,6 @@
-"""A private step in plain PyTorch with nothing but its arithmetic: the cost that no library can avoid.
+"""A private step in plain PyTorch with only its arithmetic: the minimal cost of a library.
 
-For the layers of the benchmark's models: Linear, Conv2d, LayerNorm and Embedding.
+It supports the layers of the benchmark's models: Linear, Conv2d, LayerNorm and Embedding.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Squares = Tensor
-"""Of each record's gradient of one layer, `(records,)`."""
+"""The squared norm of each record's gradient of one layer, `(records,)`."""
 
 Sums = Callable[[Tensor], list[Tensor]]
-"""`sums(factors)` gives for each parameter of the layer the sum of the records' gradients times their factors."""
+"""`sums(factors)` returns for each parameter of the layer the sum of the records' gradients times their factors."""
 
 
 def floor_step(
@@ -35,7 +35,7 @@ def floor_step(
         return output
 
     layers = [layer for layer in net.modules() if isinstance(layer, tuple(_RULES))]
-    net.requires_grad_(False)  # so that the backward pass computes no gradients of parameters
+    net.requires_grad_(False)  # the backward pass then computes no gradients of parameters
     hooks = [layer.register_forward_hook(keep) for layer in layers]
     loss = F.cross_entropy(net(inputs), targets, reduction="sum")
     gradients = torch.autograd.grad(loss, [output for _, _, output in used])

@@ -1,21 +1,23 @@
-"""Measurements that need separate processes: starting up, peak memory, and training in two processes."""
+"""Measurements in separate processes: startup, peak memory, and training in two processes."""
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from statistics import median
 
+from tests.helpers.processes import free_port
+from tools.ranks.pool import world_environment
+
 WHOLE = ("startup", "memory", "ddp", "fsdp")
 CONTENDERS = ("raw", "null", "trainstack_lean", "trainstack_default")
 STEPS = 50
-"""Of the workload `fsdp`."""
+"""The number of steps of the workload `fsdp`."""
 TITLES = {
     "startup": ("a new process to the end of its first training step of W1, imports included", "CPU s"),
-    "memory": ("peak resident memory of a process that trains on W3", "MB"),
+    "memory": ("peak resident memory of a process that trains on W3", "MiB"),
     "ddp": ("W2 over 2 gloo processes, 60 batches, nothing clipped; both together", "CPU s"),
     "fsdp": (
         f"W3 sharded over 2 gloo processes, {STEPS} steps, nothing clipped; both together",
@@ -29,7 +31,7 @@ def measure_processes(case: str, rounds: int, tell: Callable[[str], None] = lamb
 
     Raises:
         RuntimeError: a process failed; with `ddp` and `fsdp`, weights differ from those of the hand-written loop; or,
-            with `fsdp`, there are more collectives a step than in that loop.
+            with `fsdp`, a step has more collectives than in that loop.
     """
     values: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for number in range(rounds + 1):
@@ -54,7 +56,7 @@ def measure_processes(case: str, rounds: int, tell: Callable[[str], None] = lamb
 
 
 def _compare_collectives(case: str) -> list[str]:
-    """A line for each contender; refuses one with more a step than the hand-written loop."""
+    """A line for each contender; raises for one with more collectives in a step than the hand-written loop."""
     raw, lines = _collectives[case, "raw"], []
     for (_, name), counts in _collectives.items():
         lines.append(f"{name}: {counts[0]} all-gathers and {counts[1]} reduce-scatters a rank")
@@ -80,27 +82,18 @@ def _measure(case: str, contender: str) -> float:
 _sums: dict[str, list[str]] = {}
 """By workload, the sum over the final weights of each rank in the first run."""
 _collectives: dict[tuple[str, str], list[int]] = {}
-"""By workload and contender, all-gathers and reduce-scatters of a rank, of the rank with the most."""
+"""By workload and contender, the largest numbers of all-gathers and reduce-scatters of a rank."""
 
 
 def _world(case: str, contender: str, size: int = 2) -> float:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    world = {
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "LOCAL_WORLD_SIZE": str(size),
-    }
     children = [
         subprocess.Popen(
             [sys.executable, "-m", "tools.bench.child", case, contender],
-            env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=environment,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(size)
+        for environment in world_environment(size, free_port())
     ]
     said = [child.communicate(timeout=300)[0].split()[-4:] for child in children]
     if any(child.returncode for child in children):

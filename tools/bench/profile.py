@@ -1,4 +1,4 @@
-"""`python -m tools.bench profile`: where the microseconds of a step go, by hand and in trainstack."""
+"""`python -m tools.bench profile`: the microseconds of each part of a step, by hand and in trainstack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = {
     "forward": "forward pass and loss",
     "backward": "backward pass",
     "clipping": "norm and scaling of the gradients",
-    "optimizer": "its step",
+    "optimizer": "step of the optimizer",
     "log points": "reading losses, writers, bar, signals",
     "the loop": "zeroing gradients, counting, keeping losses, hooks",
     "once a run": "setup before the first step and cleanup after the last",
@@ -35,14 +35,14 @@ PARTS = {
 
 
 class Clock:
-    """Adds up wall time by part, in seconds; a part within a part counts for itself alone."""
+    """Adds wall time by part, in seconds; the time of a nested part counts only for this part."""
 
     def __init__(self) -> None:
         self.parts: Parts = defaultdict(float)
         self.start()
 
     def start(self) -> None:
-        """Begin here, with the setup of a run."""
+        """Start the clock with the setup of a run."""
         self._now, self._began = "once a run", perf_counter()
 
     def enter(self, part: str) -> str:
@@ -53,7 +53,7 @@ class Clock:
         return before
 
     def timed(self, part: str, call: Callable[..., Result]) -> Callable[..., Result]:
-        """`call`, counted for `part`."""
+        """A function that calls `call` and counts its time for `part`."""
 
         def counted(*arguments: Any, **named: Any) -> Result:
             before = self.enter(part)
@@ -65,7 +65,7 @@ class Clock:
         return counted
 
     def fetched(self, batches: Iterable[Result]) -> Iterator[Result]:
-        """`batches`, the fetching counted."""
+        """Yield `batches`, and count the time of fetching."""
         draw = self.timed("fetching", iter(batches).__next__)
         while True:
             try:
@@ -121,7 +121,7 @@ def in_trainstack(task: Task, clock: Clock, folder: Path) -> None:
 
 
 def profile(task: Task, rounds: int) -> dict[str, Parts]:
-    """Microseconds a step by part: medians over rounds, in turns, after a round that does not count."""
+    """Microseconds of a step by part: medians over rounds, in alternating order, after a round that is not counted."""
     ways = {"by hand": by_hand, "trainstack": in_trainstack}
     measured: dict[str, list[Parts]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     task = WORKLOADS[options.workload]()
     print(
-        f"{task.name}: {task.title}; us of wall time a step, medians of {options.rounds} rounds of {task.steps} steps"
+        f"{task.name}: {task.title}; us of wall time per step, medians of {options.rounds} rounds of {task.steps} steps"
     )
     print(f"\n{table(profile(task, options.rounds))}")
     return 0

@@ -1,6 +1,6 @@
-"""`python -m tools.bench record`: the time that the step log, and steps that run twice, add to a training.
+"""`python -m tools.bench record`: the time that the step log and repeated steps add to a training.
 
-The row `raw` is a training without both. The row `again` is the same once more: its spread is that of the machine.
+The row `raw` is a training without both. The row `again` repeats it, and shows the noise of the machine.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def contenders() -> list[Contender]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 if a row ended with other bits than the first."""
+    """Print the tables; returns 1 if a row ended with other bits than the first."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench record", description=__doc__)
     parser.add_argument("--workload", action="append", choices=("W1", "W1-ready", "W2", "W3"), help="default: W1, W2")
     parser.add_argument("--rounds", type=int, default=15, help="default: 15")
-    parser.add_argument("--steps", type=int, help="of a run; default: those of the workload")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: those of the workload)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     keep_freed_memory()
-    print(", ".join(f"{what} {value}" for what, value in versions().items()))
+    print(", ".join(f"{name} {value}" for name, value in versions().items()))
     is_same = True
     for name in options.workload or ("W1", "W2"):
         task = WORKLOADS[name]()

@@ -1,4 +1,4 @@
-"""The output and the files of a measurement."""
+"""Tables and JSON of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = ("contender", "us/step", "of raw", "compared with", "ratio", "lowest - hi
 
 
 def table(task: Task, outcomes: Mapping[str, Outcome]) -> str:
-    """A table in the syntax of Markdown, its columns aligned."""
+    """A table in Markdown with aligned columns."""
     rows = [HEAD, *(_row(outcome, outcomes) for outcome in outcomes.values())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = [
@@ -31,7 +31,7 @@ def table(task: Task, outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _clipping(outcomes: Mapping[str, Outcome]) -> str:
-    """Whether clipping had anything to do: where it had not, equal bits say nothing about it."""
+    """A note whether clipping changed the weights: otherwise equal bits do not test it."""
     if "raw_clip" not in outcomes:
         return ""
     idle = same_bits(outcomes["raw"].result, outcomes["raw_clip"].result)
@@ -53,7 +53,7 @@ def _row(outcome: Outcome, outcomes: Mapping[str, Outcome]) -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """The conditions of the numbers, and when they were taken; nothing that names the machine."""
+    """The conditions and the date of the measurement, without the name of the machine."""
     return {
         "trainstack": trainstack.__version__,
         "torch": torch.__version__,
@@ -65,7 +65,7 @@ def versions() -> dict[str, str]:
 
 
 def as_json(results: Mapping[str, tuple[Task, Mapping[str, Outcome]]]) -> dict[str, Any]:
-    """Everything measured, as plain values."""
+    """All figures as plain values."""
     return {
         "versions": versions(),
         "workloads": {

@@ -1,8 +1,9 @@
-"""`python -m tools.bench sharded`: seconds that a sharded save blocks the loop; also `torch.distributed.checkpoint`.
+"""`python -m tools.bench sharded`: the seconds in which a sharded save blocks the loop, here and in torch.
 
-Two gloo ranks hold a model with the state of Adam as `fully_shard` divides it. In each round every way to save runs
-once, in turn. A figure is the longest time of a rank; a ratio is the median of the ratios within a round. Both force
-their files to the disk. Ours has hashes of all bytes, and is whole or absent; torch's has no hashes.
+Two gloo ranks have a model with the state of Adam, divided as by `fully_shard`. In each round every way to save runs
+once. A figure is the longest time of a rank; a ratio is the median of the ratios within a round. All ways flush their
+files to the disk. Our checkpoints have hashes of all bytes and are atomic; those of `torch.distributed.checkpoint` are
+not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.processes import free_port
+from tools.ranks.pool import world_environment
+
 RANKS = 2
 BLOCKED = "the loop is blocked"
 SAFE = "until it is on the disk"
@@ -33,10 +36,10 @@ Seconds = dict[str, dict[str, float]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print the table; 0."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench sharded", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--millions", type=int, default=20, help="parameters of the model in millions (default: 20)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rounds (default: 7)")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(dir=os.environ.get("TRAINSTACK_BENCH_DIR")) as folder:
         rounds = _measure(folder, given.millions, given.rounds)
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(rounds: list[Seconds], millions: int) -> str:
-    """Medians in seconds, and ratios to torch's way that works likewise."""
+    """Medians in seconds, and ratios to the corresponding way of torch."""
     lines = [
         f"sharded: saving {millions} million parameters with the state of Adam from {RANKS} gloo ranks; "
         f"{len(rounds)} rounds",
@@ -63,14 +66,10 @@ def table(rounds: list[Seconds], millions: int) -> str:
 
 
 def _measure(folder: str, millions: int, rounds: int) -> list[Seconds]:
-    with socket.socket() as listener:  # a port that is free now
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    world = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "tools.bench.sharded", folder, str(millions), str(rounds)]
     ranks = [
-        subprocess.Popen(command, env={**world, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in world_environment(RANKS, free_port())
     ]
     said = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -83,7 +82,7 @@ def _measure(folder: str, millions: int, rounds: int) -> list[Seconds]:
 
 
 class _Ranks:
-    """How the ranks talk while they save."""
+    """The communication of the ranks in a save."""
 
     longest_s = 600.0
 
@@ -91,8 +90,8 @@ class _Ranks:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self.raise_if_any, self.put, self.get_if_all = comm.raise_if_any, comm.put, comm.get_if_all
 
-    def on_main(self, function: Callable[[], Any], what: str) -> Any:
-        return self._comm.broadcast_outcome(None, function() if self.rank == 0 else None, what)
+    def on_main(self, function: Callable[[], Any], name: str) -> Any:
+        return self._comm.broadcast_outcome(None, function() if self.rank == 0 else None, name)
 
     def is_broken(self) -> bool:
         return False
@@ -140,7 +139,7 @@ def _rank(folder: Path, millions: int, rounds: int) -> list[Seconds]:
         checkpoint = Checkpoint(module_interface_state=model, trainer_state=moments, global_step=number)
         writers[asynchronous].save_sharded(checkpoint, number, True, ranks)
 
-        def finish() -> None:  # the main process has committed when all ranks meet again
+        def finish() -> None:  # at the barrier the main process has committed
             writers[asynchronous]._background.wait()
             dist.barrier()
 
@@ -168,7 +167,7 @@ def _rank(folder: Path, millions: int, rounds: int) -> list[Seconds]:
             for old in folder.iterdir() if ranks.rank == 0 else ():  # not counted
                 shutil.rmtree(old)
             dist.barrier()
-        found += [seconds] if number else []  # the first round does not count
+        found += [seconds] if number else []  # the first round is not counted
     dist.destroy_process_group()
     return found
 

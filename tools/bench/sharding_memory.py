@@ -1,4 +1,4 @@
-"""Memory of each of 1, 2 and 3 processes that share a model by `fsdp`, with AdamW: of its tensors, and at its peak."""
+"""Measure the memory of 1, 2 and 3 processes that share a model by `fsdp`, with AdamW: tensors and peaks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import trainstack as ts
+from tools.bench.allocator import memory
 
 WIDTH, MIB = 2048, 2**20
 HOW = {
@@ -29,9 +30,9 @@ HOW = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table; with `worker` as the first word, be one of the processes."""
+    """Print a table; with `--worker`, run one of the processes."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench sharding-memory", description=__doc__)
-    parser.add_argument("--millions", type=int, default=200, help="of parameters (default: 200)")
+    parser.add_argument("--millions", type=int, default=200, help="parameters in millions (default: 200)")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     layers = max(1, round(given.millions * 1e6 / (WIDTH * WIDTH + WIDTH)))
@@ -54,10 +55,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _measure(how: str, size: int, folder: str, given: argparse.Namespace) -> list[float]:
-    """The largest numbers of any process, in MiB."""
+    """The largest numbers of a process, in MiB."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command += ["-m", "tools.bench", "sharding-memory", f"--millions={given.millions}", "--worker", how, folder]
-    # glibc would keep freed blocks of up to 32 MiB, and the peak would be that of its heap
+    # Otherwise glibc keeps freed blocks of up to 32 MiB, and the peak is that of its heap.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environ)
     found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
@@ -105,13 +106,13 @@ def _work(how: str, folder: Path, layers: int) -> None:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Of the parts of this process."""
+    """The size of the local parts."""
     parts = [getattr(one, "_local_tensor", one) for one in tensors if isinstance(one, Tensor)]
     return sum(part.nbytes for part in parts)
 
 
 class _Peak:
-    """The most private memory of a process above that at the start, sampled every few milliseconds."""
+    """The largest growth of the private memory of a process since the start, sampled every 2 ms."""
 
     def __enter__(self) -> _Peak:
         self._base, self._most, self._ends = _own_bytes(), 0, threading.Event()
@@ -135,6 +136,5 @@ class _Peak:
 
 
 def _own_bytes() -> int:
-    """Memory of this process without mapped files (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    """Memory of this process without mapped files."""
+    return int(memory("RssAnon") * MIB)

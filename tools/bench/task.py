@@ -1,4 +1,4 @@
-"""`Task`: the input of every contender, and its work."""
+"""`Task`: the input of every contender."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One workload: a model, its data and how much of it there is.
+    """One workload: a model and its data.
 
     Attributes:
-        name, title: as on the command line, and for people.
-        kind: train for one epoch, the same where contenders may ask for more speed (`tuned_optimizer`, channels last),
-            or evaluate and collect the outputs.
-        make_model: a new model; its weights depend on torch's global generator alone.
-        make_optimizer: an optimizer over parameters.
+        name, title: the name on the command line, and a description.
+        kind: train for one epoch; train with options for speed (`tuned_optimizer`, channels last); or evaluate and
+            collect the outputs.
+        make_model: makes a model; its weights depend only on the global generator of torch.
+        make_optimizer: makes an optimizer of parameters.
         inputs, targets: the whole data, `(steps * micro_batch, ...)`.
-        micro_batch: samples a forward pass.
-        accumulation: forward passes an update.
-        feed: how batches reach the loop: a `DataLoader` over a `TensorDataset` (rows are collated), a `DataLoader`
-            over ready-made batches, or a list of ready-made batches. Every contender gets the same.
-        tuned_optimizer: the optimizer of those that ask for more speed; None for the same.
-        loss: of a batch, from the model's output and the targets.
+        micro_batch: the number of samples of a forward pass.
+        accumulation: the number of forward passes of an update.
+        feed: the source of batches: a `DataLoader` over a `TensorDataset` (rows are collated), a `DataLoader` over
+            ready-made batches, or a list of ready-made batches. It is the same for every contender.
+        tuned_optimizer: the optimizer with options for speed; None for `make_optimizer`.
+        loss: the loss of a batch, from the output of the model and the targets.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Forward passes of one run; times are divided by them."""
+        """The number of forward passes of one run, by which times are divided."""
         return len(self.inputs) // self.micro_batch
 
     def cut(self, steps: int) -> Task:
-        """The same task over its first `steps` batches."""
+        """The task with only the first `steps` batches."""
         rows = steps * self.micro_batch
         return replace(self, inputs=self.inputs[:rows], targets=self.targets[:rows])
 
     def batches(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Ready-made batches, each with its own memory."""
+        """Ready-made batches with separate memory."""
         pairs = zip(self.inputs.split(self.micro_batch), self.targets.split(self.micro_batch), strict=True)
         return [(inputs.clone(), targets.clone()) for inputs, targets in pairs]
 

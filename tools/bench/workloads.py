@@ -23,7 +23,7 @@ def _mlp() -> nn.Module:
 
 
 def _tiny(feed: Feed, title: str, name: str, spread: float = 2.0, steps: int = 2000) -> Task:
-    """`spread` is the standard deviation of the inputs: at 2 every step's gradient is clipped at norm 1, at 1 none."""
+    """`spread` is the standard deviation of the inputs: norm 1 clips every gradient with 2, and none with 1."""
     inputs, targets = _rows((32 * steps, 64), 10)
     return Task(
         name=name,
@@ -39,27 +39,27 @@ def _tiny(feed: Feed, title: str, name: str, spread: float = 2.0, steps: int = 2
 
 
 def mlp() -> Task:
-    """W1 with the loader that a user writes."""
+    """W1 with a loader that collates samples."""
     return _tiny("tensors", "DataLoader over a TensorDataset", "W1")
 
 
 def mlp_ready() -> Task:
-    """W1 with batches that only pass through a loader."""
+    """W1 with ready-made batches in a loader."""
     return _tiny("loader", "DataLoader over ready-made batches", "W1-ready")
 
 
 def mlp_list() -> Task:
-    """W1 without any loader."""
+    """W1 without a loader."""
     return _tiny("list", "list of ready-made batches", "W1-list")
 
 
 def mlp_calm() -> Task:
-    """W1 with gradients so small that clipping changes none: shows the gain of leaving them alone."""
+    """W1 with gradients below the clipping norm, so that clipping can skip the scaling."""
     return _tiny("loader", "DataLoader over ready-made batches, no gradient above norm 1", "W1-calm", spread=1.0)
 
 
 def cnn() -> Task:
-    """W2: small enough that a step is a few milliseconds."""
+    """W2: a step takes a few milliseconds."""
     inputs, targets = _rows((64 * 100, 1, 28, 28), 10)
     return Task(
         name="W2",
@@ -83,7 +83,7 @@ def cnn() -> Task:
 
 
 def cnn_tuned() -> Task:
-    """W2 for those that ask for a fused optimizer and the channels last, against the plain loop."""
+    """W2 with a fused optimizer and channels last for contenders that support them."""
     return replace(
         cnn(),
         name="W2-tuned",
@@ -109,7 +109,7 @@ class _TinyTransformer(nn.Module):
 
 
 def transformer() -> Task:
-    """W3: tens of milliseconds a step."""
+    """W3: a step takes tens of milliseconds."""
     noise, targets = _rows((16 * 20, 64), 10)
     return Task(
         name="W3",
@@ -124,12 +124,12 @@ def transformer() -> Task:
 
 
 def accumulation() -> Task:
-    """W4: W1 with four micro-batches an update."""
+    """W4: W1 with four micro-batches per update."""
     return replace(_tiny("tensors", "4 micro-batches an update", "W4", spread=4.0), accumulation=4)
 
 
 def accumulation_ready() -> Task:
-    """W4 with batches that only pass through a loader."""
+    """W4 with ready-made batches in a loader."""
     task = _tiny("loader", "4 micro-batches an update, ready-made batches", "W4-ready", spread=4.0)
     return replace(task, accumulation=4)
 
@@ -141,7 +141,7 @@ def evaluation() -> Task:
 
 
 def evaluation_ready() -> Task:
-    """W5 with batches that only pass through a loader."""
+    """W5 with ready-made batches in a loader."""
     task = _tiny("loader", "evaluation with collected outputs, ready-made batches", "W5-ready")
     return replace(task, kind="evaluate", title=task.title.replace(", SGD", ""))
 

@@ -3,16 +3,15 @@
     make clients                              all scripts, in three environments below build/clients/
     make clients ARGS="--only timm peft"      those whose name contains one of these
     make clients ARGS="--restart"             all, also those that have passed before
-    make clients ARGS="--list"                the scripts and their last results, nothing is run
+    make clients ARGS="--list"                the scripts and their last results, without running them
     python -m tools.clients --python main=PATH streaming=PATH   with interpreters that have the packages already
 
-Each script runs in its own process and folder, with a time limit. A result goes to build/clients/results.json
-as soon as it is there. A script that has passed is not run again until its text or the library changes. A script
-with a line `# expected to fail: reason` has to fail; one that passes nevertheless is an error. The exit status is 1
-if a result is not as expected.
+Each script runs in a separate process and folder, with a time limit. Each result is written immediately to
+build/clients/results.json. A passed script is not run again until its text or the library changes. A script with a line
+`# expected to fail: reason` has to fail. The exit status is 1 if a result is not as expected.
 
-torchvision's wheel for CUDA does not load its compiled operators with torch for the CPU. In such an environment the
-scripts get `nms` in Python from the folder operators/, and a line below the table says so.
+The wheel of torchvision for CUDA does not load its compiled operators with torch for the CPU. In such an environment
+the scripts get `nms` in Python from the folder operators/, and the table has a line about it.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ LIMIT_S = 600.0
 OPERATORS = SCRIPTS / "operators"
 MARK = "# expected to fail: "
 
-# The folders whose packages conflict with those of the others; all other folders share "main".
+# Folders whose packages conflict with those of others; all other folders share "main".
 ENVIRONMENTS = {"streaming": "streaming", "trackers": "trackers"}
 PINS = {name: SCRIPTS / f"{name}.txt" for name in ("main", "streaming", "trackers")}
 # Packages that all scripts need do not count as clients.
 COMMON = {"torch", "numpy", "trainstack", "tools"}
-# The tracker's package, by the script's name: its import is the writer's, or comes after that of others.
+# The packages of trackers by the name of the script, which does not import them, or not first.
 TRACKERS = {
     "tensorboard": "tensorboard",
     "mlflow": "mlflow",
@@ -57,7 +56,7 @@ TRACKERS = {
     "prometheus": "prometheus_client",
     "notebook": "nbclient",
 }
-# Prints a package's distribution; of several, such as mlflow and mlflow-skinny, that with the shortest name.
+# Prints the distribution of a package; of several, such as mlflow and mlflow-skinny, the one with the shortest name.
 VERSION = """
 import sys
 from importlib.metadata import packages_distributions, version
@@ -65,7 +64,7 @@ name = min(packages_distributions()[sys.argv[1]], key=len)
 print(name, version(name))
 """
 
-# Prints the versions if torchvision is installed and lacks its operators.
+# Prints the versions if torchvision is installed and does not load its operators.
 PROBE = """
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -82,7 +81,7 @@ Row = dict[str, str | float]
 
 
 def scripts() -> list[Path]:
-    """The scripts, in the order of their folders and names."""
+    """The scripts, sorted by folder and name."""
     found = SCRIPTS.glob("*/*.py")
     others = {"__init__", "common", "sitecustomize"}
     return sorted(path for path in found if path.stem not in others)
@@ -94,7 +93,7 @@ def name_of(script: Path) -> str:
 
 
 def package_of(script: Path) -> str | None:
-    """The client's package: the first import that is neither the standard library's nor common to all scripts."""
+    """The package of the client: the first import outside the standard library and `COMMON`."""
     if script.stem.startswith("use_"):
         return TRACKERS[script.stem.removeprefix("use_")]
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
@@ -107,13 +106,13 @@ def package_of(script: Path) -> str | None:
 
 
 def expected_failure(script: Path) -> str | None:
-    """The reason, where the script is marked."""
+    """The reason in the mark of the script; None without a mark."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return next((line.removeprefix(MARK) for line in lines if line.startswith(MARK)), None)
 
 
 def interpreter(environment: str, given: dict[str, str]) -> str:
-    """The Python that runs the scripts of an environment; one that is missing or has other pins is made."""
+    """The Python of an environment, which is made if it is missing or has other pins."""
     if environment in given:
         return given[environment]
     folder, pins = WORK / environment, PINS[environment]
@@ -130,7 +129,7 @@ def interpreter(environment: str, given: dict[str, str]) -> str:
 
 @functools.cache
 def added_operators(python: str) -> str:
-    """Lines that the runner adds to the scripts of an interpreter, and why; empty if torchvision loads or is absent."""
+    """A note that scripts of an interpreter get `nms`; empty if torchvision loads or is not installed."""
     probed = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     if not probed.stdout:
         return ""
@@ -140,12 +139,12 @@ def added_operators(python: str) -> str:
 
 
 def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
-    """Run one script in a folder that is deleted afterwards; gives the result and the end of its output."""
+    """Run one script in a temporary folder; returns the result and the end of its output."""
     paths = [OPERATORS, ROOT, ROOT / "src"] if added_operators(python) else [ROOT, ROOT / "src"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "HOME": folder,  # nothing is read from or left in the user's caches
+            "HOME": folder,  # not the caches of the user
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
@@ -158,7 +157,7 @@ def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that its children end with it
+            start_new_session=True,  # to kill its children, too
         )
         with process:
             try:
@@ -172,16 +171,16 @@ def run(script: Path, python: str, limit_s: float) -> tuple[str, str]:
 
 
 def judged(result: str, output: str, reason: str | None) -> tuple[str, str]:
-    """The result with the script's mark taken into account, and a remark on it."""
+    """The result, in which a marked script has to fail, and a remark."""
     if reason is None:
         return result, output if result == "FAILED" else ""
     if result == "passed":
-        return "FAILED", "is marked as expected to fail, and passes: take the mark away"
+        return "FAILED", "is marked as expected to fail, and passes: remove the mark"
     return "expected to fail", reason
 
 
 def client_of(script: Path, python: str) -> str:
-    """Name and version of the client's distribution."""
+    """Name and version of the distribution of the client."""
     package = package_of(script)
     if package is None:
         return "-"
@@ -190,7 +189,7 @@ def client_of(script: Path, python: str) -> str:
 
 
 def digest(script: Path) -> str:
-    """A hash of everything that a result depends on: the script, the files of its folder, the pins, the library."""
+    """A hash of all that determines a result: the script, common files, operators, pins and the library."""
     environment = ENVIRONMENTS.get(script.parent.name, "main")
     files = [script, *sorted(script.parent.glob("common.py")), *sorted(OPERATORS.glob("*.py")), PINS[environment]]
     files += sorted((ROOT / "src").rglob("*.py"))
@@ -209,7 +208,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespace) -> list[Row]:
-    """Run the scripts without a result, and write each result down at once."""
+    """Run the scripts without a valid result, and write each result immediately."""
     rows, given = [], dict(pair.split("=", 1) for pair in options.python)
     for script in chosen:
         name, seal = name_of(script), digest(script)
@@ -231,19 +230,21 @@ def run_all(chosen: list[Path], kept: dict[str, Row], options: argparse.Namespac
 
 
 def main() -> int:
-    """Run the scripts; 1 if one is not as expected."""
+    """Run the scripts; returns 1 if a result is not as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="scripts whose name contains it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="scripts whose name contains one of these"
+    )
     parser.add_argument(
         "--python",
         nargs="+",
         default=[],
         metavar="ENVIRONMENT=PATH",
-        help=f"of {', '.join(PINS)}; made where not given",
+        help=f"interpreters of {', '.join(PINS)} (default: new environments)",
     )
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a script may take")
-    parser.add_argument("--restart", action="store_true", help="forget earlier results")
-    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="time limit of a script in seconds")
+    parser.add_argument("--restart", action="store_true", help="ignore earlier results")
+    parser.add_argument("--list", action="store_true", help="print the scripts without running them")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     results = WORK / "results.json"

@@ -1,4 +1,4 @@
-"""A public suite of small deterministic tests that any trainer can be put through.
+"""A public suite of small deterministic tests for any trainer.
 
-`task.py` defines a run, `adapters/` holds one file a trainer, `cases/` the tests.
+`task.py` defines a run, `adapters/` has one file for each trainer, and `cases/` the tests.
 """

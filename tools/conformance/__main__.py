@@ -1,4 +1,4 @@
-"""`python -m tools.conformance`: put trainers to all cases, print the table, and keep it in docs/conformance.md.
+"""`python -m tools.conformance`: run all cases with each trainer, print the table, and write docs/conformance.md.
 
 Each trainer runs in a separate process, the peers with the interpreter of .venv-peers.
 """
@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "conformance.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if trainstack fails a case."""
+    """Run the cases; returns 1 if trainstack fails one."""
     options = _parser().parse_args(argv)
     ids = [case.id for case in all_cases()]
     unknown = set(options.case) - set(ids)
@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for trainer in options.trainer or TRAINERS:
         interpreter = Path(sys.executable) if trainer in ("trainstack", "naive") else PEERS
         if not interpreter.exists():
-            print(
-                f"{trainer}: left out, {PEERS.relative_to(ROOT)} is not there. Make it with `make conformance-peers`."
-            )
+            print(f"{trainer}: skipped, {PEERS.relative_to(ROOT)} does not exist. Make it: `make conformance-peers`.")
             continue
         rows[trainer] = run_row(trainer, interpreter, options.case, options.timeout)
     print(f"\n{table(rows)}")
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_row(trainer: str, interpreter: Path, ids: Sequence[str], timeout: float) -> Row:
-    """One trainer's cells, from a process of `interpreter`."""
+    """The cells of a trainer, from a process of `interpreter`."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "row.json"
         command = [str(interpreter), "-W", "ignore", "-m", "tools.conformance.row", trainer, str(answer), *ids]
@@ -60,9 +58,9 @@ def run_row(trainer: str, interpreter: Path, ids: Sequence[str], timeout: float)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.conformance", description=__doc__)
     parser.add_argument(
-        "--trainer", action="append", default=[], choices=[*TRAINERS, "naive"], help="only this one; may be repeated"
+        "--trainer", action="append", default=[], choices=[*TRAINERS, "naive"], help="only this one; can be repeated"
     )
-    parser.add_argument("--case", action="append", default=[], help="only this case; may be repeated")
+    parser.add_argument("--case", action="append", default=[], help="only this case; can be repeated")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one trainer")
     return parser
 

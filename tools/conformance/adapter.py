@@ -13,11 +13,11 @@ from typing import ClassVar, Literal, NoReturn
 from tools.conformance.task import Task
 
 TRAINERS = ("trainstack", "lightning", "accelerate", "transformers", "ignite", "pytorch_accelerated")
-"""In the order of the table. The adapter `naive` is not in it: it is there to fail."""
+"""The trainers in the order of the table. It does not have the adapter `naive`, which has to fail."""
 
 
 class NotOfferedError(Exception):
-    """The trainer has no feature for the case: the cell says n.a., and why."""
+    """The trainer has no feature for the case: the cell is n.a. with the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Verdict:
 
 
 class Adapter(ABC):
-    """One trainer. A file in `adapters/` holds its class under the name `Peer`.
+    """One trainer: the class `Peer` of a file in `adapters/`.
 
     Attributes:
         distribution: its name in the package index.
-        not_offered: why a case is not asked of it, by case.
+        not_offered: the reason why it does not run a case, by case.
         notes: an explanation of a wrong cell, by case.
     """
 
@@ -43,22 +43,22 @@ class Adapter(ABC):
 
     @abstractmethod
     def train(self, task: Task) -> None:
-        """Run `task` in the trainer's documented way."""
+        """Run `task` in the documented way of the trainer."""
 
     @abstractmethod
     def evaluate(self, task: Task) -> float:
-        """The mean `score` over `task.validation`, as the trainer reports it."""
+        """The mean `score` over `task.validation` in the report of the trainer."""
 
     @abstractmethod
     def checkpoints(self, folder: Path) -> list[Path]:
-        """The checkpoints that a run of `task.save` left in `folder`, oldest first."""
+        """The checkpoints of a run of `task.save` in `folder`, oldest first."""
 
     def newest(self, folder: Path) -> Path:
-        """The one from which `resume="newest"` continues."""
+        """The checkpoint from which `resume="newest"` continues."""
         return self.checkpoints(folder)[-1]
 
     def lacks(self, why: str) -> NoReturn:
-        """Say that the trainer offers no such thing."""
+        """Raise `NotOfferedError` with the reason."""
         raise NotOfferedError(why)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The list of cases: a function each, which puts a trainer to one test and returns the result."""
+"""The list of cases. Each is a function that runs one test of a trainer and returns the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORDER = ("accumulation", "resume", "validation", "evaluation", "failures", "chec
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table; `run(adapter, name, folder)` gives its cell."""
+    """One row of the table; `run(adapter, name, folder)` returns its cell."""
 
     id: str
     title: str
@@ -29,7 +29,7 @@ _FOUND: list[Case] = []
 
 
 def case(title: str) -> Callable[[Callable[[Adapter, str, Path], Verdict]], Callable[[Adapter, str, Path], Verdict]]:
-    """Put a function on the list; its docstring is the requirement."""
+    """Add a function to the list; its docstring is the requirement."""
 
     def add(run: Callable[[Adapter, str, Path], Verdict]) -> Callable[[Adapter, str, Path], Verdict]:
         _FOUND.append(Case(run.__name__, title, " ".join((run.__doc__ or "").split()), run))
@@ -52,7 +52,7 @@ def passed() -> Verdict:
 
 
 def wrong(seen: str) -> Verdict:
-    """The cell of one that does not."""
+    """The cell of a trainer that does not meet it."""
     return Verdict("wrong", " ".join(seen.split()))
 
 

@@ -1,4 +1,4 @@
-"""Part of a test in separate processes, forked from a server that has imported the trainer once."""
+"""Run a part of a test in separate processes, which are forks of a server that has imported the trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_OFFERED = "__not_offered__"
 
 
 class ProcessFailedError(Exception):
-    """A process ended without an answer; `signal` is the signal that ended it, or None."""
+    """A process ended without a result; `signal` is the signal that ended it, or None."""
 
     def __init__(self, text: str, signal: int | None = None) -> None:
         super().__init__(text)
@@ -32,8 +32,8 @@ def in_processes(count: int, trainer: str, part: str, timeout: float = 90.0, **o
     """Run `part`, a "module:function" of `cases/`, in `count` processes that form a world; returns the results by rank.
 
     Raises:
-        NotOfferedError: as raised there.
-        ProcessFailedError: one ended without an answer, with the end of its output.
+        NotOfferedError: a process raised it.
+        ProcessFailedError: a process ended without a result; the message has the end of its output.
     """
     context = multiprocessing.get_context("forkserver")
     # The first optimizer of a process imports torch._dynamo.
@@ -72,7 +72,7 @@ def _answer(code: int, answer: Path) -> Any:
 
 
 def _place(rank: int, count: int, port: int) -> dict[str, str]:
-    """The variables of torchrun for the process; none for one that is alone."""
+    """The variables of torchrun for a process; empty for a single process."""
     if count == 1:
         return {}
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
@@ -88,7 +88,7 @@ def _free_port() -> int:
 
 
 def _child(trainer: str, part: str, options: Mapping[str, Any], answer: Path, place: Mapping[str, str]) -> None:
-    """The work of a process. Ends it at once afterwards: gloo may abort a process that exits normally."""
+    """The work of a process. `os._exit` ends it, because gloo may abort a process that exits normally."""
     import torch
 
     torch.set_num_threads(1)

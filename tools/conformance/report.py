@@ -1,4 +1,4 @@
-"""The table, in the terminal and on the page."""
+"""The table for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ To add a trainer, write `adapters/NAME.py` with a class `Peer` (`adapter.py` lis
 
 @dataclass(frozen=True)
 class Row:
-    """One trainer: versions of itself and torch, and a verdict a case."""
+    """One trainer: its version, that of torch, and a verdict for each case."""
 
     versions: Mapping[str, str]
     cells: Mapping[str, Verdict]
@@ -47,7 +47,7 @@ class Row:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Cases down, trainers across, in Markdown."""
+    """A table in Markdown, with a row for each case and a column for each trainer."""
     lines = [_line(["", *rows]), _line(["---"] * (len(rows) + 1))]
     for case in all_cases():
         if any(case.id in row.cells for row in rows.values()):
@@ -68,10 +68,10 @@ def page(rows: Mapping[str, Row]) -> str:
     parts += [f"- **{case.title}** (`{case.id}`): {case.demand}" for case in all_cases()]
     parts.append("\n## Results")
     for name, row in rows.items():
-        told = [(case, row.cells[case.id]) for case in all_cases() if row.cells[case.id].status != "pass"]
-        if told:
+        others = [(case, row.cells[case.id]) for case in all_cases() if row.cells[case.id].status != "pass"]
+        if others:
             parts.append(f"\n### {name} {row.versions['trainer']}\n")
-            parts += [f"- {case.title}: {cell.status}, {_plain(cell.seen)}" for case, cell in told]
+            parts += [f"- {case.title}: {cell.status}, {_plain(cell.seen)}" for case, cell in others]
     return "\n".join(parts) + "\n"
 
 
@@ -80,7 +80,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown leaves as it is."""
+    """`text` with escapes for Markdown."""
     for mark in "\\`*_[]<>|":
         text = text.replace(mark, f"\\{mark}")
     return text

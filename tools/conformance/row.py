@@ -1,4 +1,4 @@
-"""One trainer put to all cases: `python -m tools.conformance.row TRAINER ANSWER [CASE ...]`, in its environment."""
+"""Run all cases of one trainer in its environment: `python -m tools.conformance.row TRAINER ANSWER [CASE ...]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.conformance.case import Case, all_cases, describe
 
 
 def verdicts(trainer: str, ids: Iterable[str] = ()) -> Iterator[tuple[Case, Verdict]]:
-    """The cells of a trainer, one after the other. An error counts as the result."""
+    """Yield the cells of a trainer. An error is a result."""
     chosen, adapter = set(ids), load(trainer)
     unknown = {*adapter.notes, *adapter.not_offered} - {case.id for case in all_cases()}
     if unknown:
@@ -51,7 +51,7 @@ def verdict(case: Case, trainer: str, folder: Path) -> Verdict:
 
 
 def main(trainer: str, answer: str, *ids: str) -> None:
-    """Write the cells and the versions they hold for as JSON."""
+    """Write the cells and the versions as JSON."""
     torch.set_num_threads(1)
     cells = {}
     for case, verdict in verdicts(trainer, ids):

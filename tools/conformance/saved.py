@@ -1,4 +1,4 @@
-"""Checkpoints of a run that was broken off, and their files."""
+"""Checkpoints of an interrupted run, and their files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools.conformance.task import Net, make_task, weights
 
 
 class BrokenOffError(Exception):
-    """The end of a run that is to be broken off."""
+    """Interrupts a run."""
 
 
 def break_off(adapter: Adapter, folder: Path, steps: int) -> None:
-    """Train with a checkpoint a step until step `steps` is done."""
+    """Train with a checkpoint at each step, and interrupt the run after step `steps`."""
     passes = 0
 
     def spy(net: Net, x: Tensor) -> None:
@@ -45,5 +45,5 @@ def loaded(adapter: Adapter, checkpoint: Path, folder: Path) -> Tensor:
 
 
 def files_of(checkpoint: Path) -> list[Path]:
-    """The files of a checkpoint, which may be one itself."""
+    """The files of a checkpoint, which is a folder or a file."""
     return [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""One training run, in words that every trainer understands: model, data, batches, optimizer, where to write."""
+"""One training run for any trainer: model, data, batches, optimizer and settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES, WIDTH, CLASSES, IGNORED = 4, 1024, 3, -100
 
 
 class Samples(Dataset[dict[str, Any]]):
-    """`count` samples {"x": [4], "labels": []}; `x[0]` is the sample's index. With `noisy`, augmented at random."""
+    """`count` samples {"x": [4], "labels": []}; `x[0]` is the index. With `noisy`, `x` has random noise."""
 
     def __init__(self, count: int, *, noisy: bool = False, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -40,7 +40,7 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Sequences(Dataset[dict[str, Any]]):
-    """Sequences of 6 classes, of which between one and six count; the others are padding (-100)."""
+    """Sequences of 6 classes; one to six of them count, and the others are padding (-100)."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -57,7 +57,7 @@ class Sequences(Dataset[dict[str, Any]]):
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """`count` samples as a stream; each process gets every n-th, unless its trainer sees to that and sets `shared`."""
+    """`count` samples as a stream; each process yields every n-th one, unless its trainer sets `shared` and divides."""
 
     def __init__(self, count: int) -> None:
         self.samples, self.shared = Samples(count), False
@@ -69,10 +69,10 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 
 class Net(nn.Module):
-    """A classifier that returns {"loss", "outputs", "score"} and tells its `spy` of every training pass.
+    """A classifier that returns {"loss", "outputs", "score"} and calls its `spy` in every training pass.
 
-    The loss is the mean over the batch's items, `score` is x[0] of each sample. The spy is called with the net and x,
-    and may return a function to be applied to the outputs.
+    The loss is the mean over the items of the batch, and `score` is x[0] of each sample. The arguments of the spy are
+    the net and x; it can return a function for the outputs.
     """
 
     def __init__(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> None:
@@ -101,14 +101,16 @@ def mean_loss(outputs: Tensor, labels: Tensor, items: Tensor | int | None = None
 
 
 class Recording(torch.optim.SGD):
-    """SGD that notes its learning rate in `rates` whenever it really steps."""
+    """SGD that appends its learning rate to `rates` in each step."""
 
     def __init__(self, params: Any, rates: list[float], lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
-        self._note = lambda rate: rates.append(rate)  # not the list: a trainer may restore attributes of optimizers
+        self._note = lambda rate: rates.append(
+            rate
+        )  # not the list, because a trainer may restore attributes of optimizers
 
     def step(self, closure: Any = None) -> Any:
-        """Computes the closure first, as trainers that pass one rely on it."""
+        """Call the closure first, and step."""
         result = closure() if closure is not None else None
         self._note(self.param_groups[0]["lr"])
         super().step()
@@ -120,23 +122,23 @@ class Task:
     """The training: model, data and settings.
 
     Attributes:
-        folder: where the trainer may write.
-        model: trained in place, so that it can be looked at afterwards.
+        folder: for the files of the trainer.
+        model: trained in place, so that a case can read it afterwards.
         data: map-style training data.
-        validation: for trainers to evaluate at the end of each epoch, or when told to.
-        batch: samples of a micro-batch on each process.
-        accumulate: micro-batches an optimizer step.
-        epochs: passes over the data.
-        shuffle: in the trainer's own way.
-        processes: how many train together; this process is one of them.
-        rates: the values that `Recording` notes.
+        validation: for the evaluation at the end of each epoch, or of `evaluate`.
+        batch: the number of samples of a micro-batch in each process.
+        accumulate: the number of micro-batches of an optimizer step.
+        epochs: the number of passes over the data.
+        shuffle: in the way of the trainer.
+        processes: the number of processes that train together, including this one.
+        rates: the learning rates that `Recording` appends.
         decay: "linear", from the base to zero over the steps of the run; "hyperbolic", base / (1 + n) after n steps.
         fp16: mixed precision in float16 with a loss scaler.
-        items: how many items the loss of a batch is a mean over, where that is not its samples.
+        items: the number of items in the mean of the loss of a batch; None for the number of samples.
         save: keep a checkpoint of every optimizer step.
         resume: a checkpoint to continue from; "newest" for the newest in `folder`.
-        exact: the run, when resumed, is to be as if it had not been interrupted; for trainers with a mode for that.
-        seed: for trainers that take one; None leaves it at their default.
+        exact: a resumed run has to equal an uninterrupted one; for trainers with a mode for this.
+        seed: for trainers with a seed; None for their default.
     """
 
     folder: Path
@@ -178,7 +180,7 @@ def make_task(folder: Path, *, dropout: float = 0.0, **changes: Any) -> Task:
 
 
 def seed_all(seed: int | None) -> None:
-    """Seed the generators of random, numpy and torch; None leaves them."""
+    """Seed the generators of random, numpy and torch; None does not change them."""
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed)

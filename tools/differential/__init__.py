@@ -1,8 +1,7 @@
-"""Random trainings, each carried out by the library and by a plain loop, which have to agree in every bit and call.
+"""Random trainings with the library and with a plain loop, which have to agree in every bit and call.
 
-`case.py` draws a training from a seed and a number. `task.py` makes the user's code of it, which both sides run:
-`plain.py` by a loop that is written by hand, `library.py` by a `Trainer`. `comparison.py` compares their results.
+`case.py` draws a training from a seed and a number. `task.py` has the user code, which both sides run: `plain.py` with
+a hand-written loop, `library.py` with a `Trainer`. `comparison.py` compares the results.
 
-The same on several ranks, compared with `sp`: `rank_cases.py` draws, `rank_run.py` runs one rank, `rank_comparison.py`
-compares.
+For several ranks, `rank_cases.py` draws, `rank_run.py` runs one rank, and `rank_comparison.py` compares with `sp`.
 """

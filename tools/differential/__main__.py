@@ -1,13 +1,13 @@
-"""Draw trainings at random, carry out each by the library and by a plain loop, and compare every bit and call.
+"""Draw random trainings, run each with the library and with a plain loop, and compare every bit and call.
 
     make differential ARGS="--cases 500 --seed 3"    other trainings than those of make test
     make differential ARGS="--seed 3 --case 17"      one of them
     make differential ARGS="--only 'eval() in a hook' --cases 20"    those of one class
-    make differential ARGS="--pending"               those that are known to differ, as documented
+    make differential ARGS="--pending"               those with a documented difference
     make differential ARGS="--ranks 2 --cases 500"   trainings on two ranks under ddp, compared with sp to 1e-10
     make differential ARGS="--ranks 2 --backend fsdp"    the same under fsdp
 
-A difference is printed with its training and with the command that repeats it. The exit status is 1 if there is one.
+The tool prints a difference with its training and the command that repeats it. The exit status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tools.differential.rank_cases import SIZES
 from tools.differential.rank_command import run_on_ranks
 
 MOST_NUMBERS = 20_000
-"""So many numbers without a case of a class end the search for one."""
+"""The search for a case of a class ends after this number of other cases."""
 
 
 def cases_of(seed: int, names: Sequence[str] = (), *, workers: bool = False) -> Iterator[Case]:
-    """The cases of `seed` in order; with `names` those of one of these classes, whether pending or not."""
+    """The cases of `seed` in order; with `names` those of one of these classes, pending or not."""
     found = 0
     for number in count():
         if number - found > MOST_NUMBERS:
@@ -59,7 +59,7 @@ def command(case: Case, options: argparse.Namespace) -> str:
 
 
 def report(case: Case, found: Sequence[str], options: argparse.Namespace) -> str:
-    """A case that differs, for readers."""
+    """A description of a case that differs."""
     shown = [f"  - {line}" for line in found[:5]]
     more = [f"  - and {len(found) - 5} more"] if len(found) > 5 else []
     head = [case.describe(), f"  classes: {', '.join(classes_of(case)) or 'none'}"]
@@ -67,7 +67,7 @@ def report(case: Case, found: Sequence[str], options: argparse.Namespace) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases; the exit status."""
+    """Run the cases; returns the exit status."""
     options = _parser().parse_args(argv)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     if options.ranks:
@@ -101,16 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tools.differential", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=200, help="how many; 200 by default")
-    parser.add_argument("--seed", type=int, help="of the cases; by default one is drawn, and printed")
-    parser.add_argument("--case", type=int, help="run the case with this number alone")
-    parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="cases of this class alone")
-    parser.add_argument("--pending", action="store_true", help="cases of the classes that are known to differ")
-    parser.add_argument("--workers", action="store_true", help="let some loaders have a worker process")
-    parser.add_argument("--ranks", type=int, choices=SIZES, help="so many ranks train, compared with sp")
-    parser.add_argument("--backend", choices=("ddp", "fsdp"), default="ddp", help="of the ranks; ddp by default")
+    parser.add_argument("--cases", type=int, default=200, help="number of cases (default: 200)")
+    parser.add_argument("--seed", type=int, help="of the cases (default: a random one, which is printed)")
+    parser.add_argument("--case", type=int, help="run only the case with this number")
+    parser.add_argument("--only", action="append", default=[], metavar="CLASS", help="only cases of this class")
+    parser.add_argument("--pending", action="store_true", help="only cases of the classes with a documented difference")
+    parser.add_argument("--workers", action="store_true", help="some loaders have a worker process")
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="number of ranks, compared with sp")
+    parser.add_argument("--backend", choices=("ddp", "fsdp"), default="ddp", help="backend of the ranks (default: ddp)")
     parser.add_argument(
-        "--simplify", action="store_true", help="with --ranks: simplify cases that differ, which takes long"
+        "--simplify",
+        action="store_true",
+        help="with --ranks: search for simpler cases with the same difference, which is slow",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`draw` makes the random training with a given seed and number."""
+"""`draw` returns the random training with a given seed and number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tools.differential.datasets import INDEX_KINDS, INDEXED, LOADERS
 from tools.differential.networks import EXTRAS, TRUNKS, VIEWS
-from tools.differential.optimizers import MAKERS, NOT_COMPLEX, OWN, SCHEDULERS
+from tools.differential.optimizers import MAKERS, NOT_COMPLEX, SCHEDULERS
 from trainstack.trainer.core.plan import TrainingPlan
 
 Value = TypeVar("Value")
@@ -63,7 +63,7 @@ ACTIONS: dict[str, tuple[str, ...]] = {
     "write outputs": ("on_end_train_step", "on_end_backward"),
     "validate": BETWEEN_STEPS,
 }
-"""An action of user code, and its place."""
+"""Actions of user code, each with its possible places."""
 LEAVE_TRACES = {
     *("batch norm", "dropout", "noise", "recomputed", "spectral norm"),
     *("buffer written in place", "new buffer assigned"),
@@ -89,7 +89,7 @@ class SchedulerChoice(NamedTuple):
 
 
 class Subscriber(NamedTuple):
-    """Who subscribes to an event: a method of a callback, a function with a filter, or a method of the module."""
+    """The subscriber of an event: a method of a callback, a function with a filter, or a method of the module."""
 
     event: str
     form: str
@@ -98,7 +98,7 @@ class Subscriber(NamedTuple):
 
 
 class Action(NamedTuple):
-    """At the `occurrence`-th call of `where`, counted from 1, user code does `what`."""
+    """User code does `what` in call number `occurrence` of `where`, counted from 1."""
 
     where: str
     occurrence: int
@@ -107,18 +107,18 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training, in plain values. Fields that have their default are as in the simplest training.
+    """One training, in plain values. The defaults are those of the simplest training.
 
     Attributes:
-        ranks: so many train it under `rank_backend`; 0 for `sp`.
+        ranks: the number of ranks under `rank_backend`; 0 for `sp`.
         rank_backend: `ddp` or `fsdp`.
-        additive: losses and weights are such that a step does not depend on how its batch is split.
-        options: of the layer `rank_backend`.
+        additive: losses and weights for which a step does not depend on the split of its batch.
+        options: options of the layer `rank_backend`.
         sparse: the embedding has sparse gradients.
         reduction: "sum" for losses that are sums over samples.
         unlike_start: each rank begins with other random numbers, and so with other weights.
-        poisoned: the rank that alone returns losses that are nan; None for all.
-        raises_on: the rank that alone raises.
+        poisoned: the only rank that returns nan as loss; None for all ranks.
+        raises_on: the only rank that raises.
     """
 
     seed: int
@@ -175,12 +175,12 @@ class Case:
 
     @property
     def micro_batch(self) -> int:
-        """Samples a forward pass, as the plan of the library splits a step."""
+        """The number of samples of a forward pass, by the plan of the library."""
         return self._plan.micro_batch
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a full step, on one rank."""
+        """The number of micro-batches of a full step on one rank."""
         return self._plan.accumulation
 
     @property
@@ -191,8 +191,8 @@ class Case:
 
     @property
     def leaves_traces(self) -> bool:
-        """Whether a step that is broken off has written to buffers, drawn random numbers, or left outputs."""
-        draws = self.modes or not self.ordered  # a loader may draw its order when the first batch is asked for
+        """Whether an interrupted step can have written to buffers, drawn random numbers, or kept outputs."""
+        draws = self.modes or not self.ordered  # a loader may draw its order at the first batch
         collects = any(name == "on_end_train_epoch" and form != "none" for name, form in self.hooks)
         return bool(draws or collects or set(self.extras) & LEAVE_TRACES)
 
@@ -203,7 +203,7 @@ class Case:
 
     @property
     def places(self) -> set[str]:
-        """Where user code is called."""
+        """The places where user code is called."""
         hooks = {name for name, _ in self.hooks}
         return hooks | {one.event for one in self.subscribers} | {"train_step", "val_step"}
 
@@ -213,7 +213,7 @@ class Case:
         return {action.what for action in self.actions}
 
     def describe(self) -> str:
-        """The case as text: its differences from the simplest training, one field a line."""
+        """The case as text: its differences from the simplest training, one field in each line."""
         lines = [f"case {self.number} of seed {self.seed}"]
         for one in fields(self):
             value = getattr(self, one.name)
@@ -231,13 +231,13 @@ def _text(value: Any) -> str:
 
 
 class Dice:
-    """Draws from a generator that depends on a seed and a number alone."""
+    """Draws from a generator that depends only on the given numbers."""
 
     def __init__(self, *of: int) -> None:
         self._random = random.Random(" ".join(map(str, of)))
 
     def chance(self, probability: float) -> bool:
-        """True so often."""
+        """True with this probability."""
         return self._random.random() < probability
 
     def one(self, *options: Value) -> Value:
@@ -245,11 +245,11 @@ class Dice:
         return options[int(self._random.random() * len(options))]
 
     def some(self, probability: float, options: Any) -> tuple[Any, ...]:
-        """Each of the options so often, in their order."""
+        """Each of the options with this probability, in their order."""
         return tuple(option for option in options if self.chance(probability))
 
     def mostly(self, usual: Value, probability: float, *others: Value) -> Value:
-        """`usual`, but one of the others so often."""
+        """`usual`, or with this probability one of the others."""
         return self.one(*others) if self.chance(probability) else usual
 
 
@@ -352,7 +352,7 @@ def _subscribers(dice: Dice, case: Case) -> dict[str, Any]:
     hooks = tuple((name, dice.one("none", "star", "named")) for name in dice.some(0.3, HOOKS))
     subscribers, events = [], list(dice.some(0.12, EVENTS))
     if case.weights == "some are zero" and "before_backward" not in events and dice.chance(0.5):
-        events.append("before_backward")  # which does not come for a batch that weighs nothing
+        events.append("before_backward")  # does not occur for a batch with weight 0
     for event in events:
         form = dice.one("callback", "function", "module")
         every = dice.mostly(None, 0.2, 2) if form == "function" else None
@@ -372,7 +372,7 @@ def _deeds(dice: Dice, case: Case) -> dict[str, Any]:
     raises = (dice.one(*RAISING), dice.one(1, 1, 2, 3)) if dice.chance(0.12) else None
     shift, log_every, schedulers = case.shift, case.log_every, case.schedulers
     if any(action.what == "write the data of gradients" for action in actions) and dice.chance(0.6):
-        shift = dice.one(*VIEWS)  # whose gradient may be the tensor that the backward pass began with
+        shift = dice.one(*VIEWS)  # the gradient can be the first tensor of the backward pass
     if raises is not None:
         log_every = dice.one(1, 1, 2)
         if raises[0] == "epoch_end":
@@ -392,7 +392,7 @@ def _trials(dice: Dice, case: Case) -> dict[str, Any]:
 
 
 def consistent(case: Case) -> Case:
-    """`case` without impossible parts, and without parts that have no exact result."""
+    """`case` without impossible parts, and without parts without an exact result."""
     for rule in _RULES:
         changes = rule(case)
         if changes:
@@ -410,7 +410,7 @@ def _add_places(case: Case) -> dict[str, Any]:
 
 
 def _raises_alone(case: Case) -> dict[str, Any]:
-    """Where something raises, nothing else changes the course of the run, and nothing counts calls."""
+    """With an error, no action changes the run, and no filter counts calls."""
     if case.raises is None:
         return {}
     place = case.raises[0]
@@ -431,7 +431,7 @@ def _raises_alone(case: Case) -> dict[str, Any]:
 
 
 def _validates_by_hand(case: Case) -> dict[str, Any]:
-    """A validation that a hook asks for counts for filters too, so that there are none."""
+    """Validations in hooks count for filters, so these events have no filters."""
     if "validate" not in case.deeds:
         return {}
     subscribers = tuple(
@@ -441,14 +441,14 @@ def _validates_by_hand(case: Case) -> dict[str, Any]:
 
 
 def _no_schedule_of_new_groups(case: Case) -> dict[str, Any]:
-    """torch's schedulers refuse parameter groups that come later."""
+    """Schedulers of torch refuse parameter groups that are added later."""
     if not {"add a layer", "add a parameter outside the module"} & case.deeds:
         return {}
     return {"schedulers": tuple(one for one in case.schedulers if one.kind == "own")}
 
 
 def _no_trial(case: Case) -> dict[str, Any]:
-    """Trials need samples with indices, and cannot put back attributes of user code."""
+    """Trials need samples with indices, and cannot restore attributes of user code."""
     keeps = "carried state" in case.extras
     arguments = dict(case.arguments)
     if ("on_end_train_epoch", "named") in case.hooks and arguments.get("collect_train_outputs") is False:
@@ -474,7 +474,7 @@ def _possible_data(case: Case) -> dict[str, Any]:
         modes = ("min", "max", "cycle")
         arguments["combine_loaders"] = case.arguments.get("combine_loaders", modes[case.number % 3])
     if case.drop_last and data in INDEXED:
-        samples = max(samples, 2 * case.batch)  # of which a subset has three quarters
+        samples = max(samples, 2 * case.batch)  # a subset has three quarters of them
     if case.drop_last and data not in INDEXED:
         samples = max(samples, case.micro_batch)
     if case.batch == 1:
@@ -513,7 +513,7 @@ def _possible_plan(case: Case) -> dict[str, Any]:
 
 
 def _possible_network(case: Case) -> dict[str, Any]:
-    """Some operations do not know some dtypes; batches of one sample have no view of a large tensor to be taken."""
+    """Some optimizers and clipping do not support complex parameters; a factory needs the optimizer of its position."""
     extras = set(case.extras)
     if case.clipping[0] == "value" or any(name in NOT_COMPLEX or name in ("Rprop",) for name in case.optimizers):
         extras.discard("complex")
@@ -530,7 +530,7 @@ def _possible_network(case: Case) -> dict[str, Any]:
 
 
 def _named_outputs(case: Case) -> dict[str, Any]:
-    """A hook may name its outputs where they come one by one."""
+    """A hook can name its outputs only if `train_step` returns a tuple or list."""
     if case.returns in ("tuple", "list"):
         return {}
     return {
@@ -551,5 +551,3 @@ _RULES: tuple[Callable[[Case], dict[str, Any]], ...] = (
     _possible_network,
     _named_outputs,
 )
-
-__all__ = ["OWN", "Action", "Case", "SchedulerChoice", "Subscriber", "consistent", "draw"]

@@ -1,6 +1,6 @@
-"""`CLASSES` names the kinds of trainings that once went wrong, and `PENDING` those that differ as documented.
+"""`CLASSES` has kinds of trainings that once had a fault, and `PENDING` those with a documented difference.
 
-The battery replaces a pending class by a similar training without it, so that everything else is still compared.
+The battery changes a training of a pending class so that it does not belong to it, and compares the rest.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Class(NamedTuple):
     """A kind of training.
 
     Attributes:
-        holds: whether a case is one.
-        without: the changes that make it another.
+        holds: whether a case belongs to the class.
+        without: the changes after which it does not.
     """
 
     holds: Callable[[Case], bool]
@@ -26,7 +26,7 @@ class Class(NamedTuple):
 
 
 def acts(*whats: str, at: Iterable[str] | None = None) -> Class:
-    """User code does one of these, at some places or anywhere."""
+    """User code does one of `whats`, at the places `at` or anywhere."""
     places = None if at is None else set(at)
 
     def is_one(action: Action) -> bool:
@@ -39,7 +39,7 @@ def acts(*whats: str, at: Iterable[str] | None = None) -> Class:
 
 
 def _raising(*places: str, when: Callable[[Case], bool] = lambda case: True) -> Class:
-    """User code raises at one of these places."""
+    """User code raises at one of `places`."""
     return Class(
         lambda case: case.raises is not None and case.raises[0] in places and when(case), lambda case: {"raises": None}
     )
@@ -50,10 +50,10 @@ def _field(name: str, *values: Any, usual: Any = "", when: Callable[[Case], bool
     return Class(lambda case: getattr(case, name) in values and when(case), lambda case: {name: usual})
 
 
-def compared(what: str, when: Callable[[Case], bool]) -> Class:
-    """Something is compared that the battery leaves out while the class is pending."""
+def compared(name: str, when: Callable[[Case], bool]) -> Class:
+    """The battery compares `name`, and omits it while the class is pending."""
     return Class(
-        lambda case: what not in case.uncompared and when(case), lambda case: {"uncompared": (*case.uncompared, what)}
+        lambda case: name not in case.uncompared and when(case), lambda case: {"uncompared": (*case.uncompared, name)}
     )
 
 
@@ -101,12 +101,12 @@ CLASSES: dict[str, Class] = {
     ),
     "a write to the data of gradients": acts("write the data of gradients"),
     "a write to the data of the loss's gradient": _field("loss_memory", "hook on the loss"),
-    "parameters that come within an epoch": acts("add a layer", "add a parameter outside the module"),
-    "parameters that leave within an epoch": acts("remove a layer"),
-    "parameters that leave the module alone": acts("remove a layer from the module alone"),
+    "parameters that are added within an epoch": acts("add a layer", "add a parameter outside the module"),
+    "parameters that are removed within an epoch": acts("remove a layer"),
+    "parameters that are removed from the module only": acts("remove a layer from the module alone"),
     "parameters that are replaced": acts("replace a parameter"),
     "parameters that are frozen or unfrozen by hand": acts("freeze", "unfreeze"),
-    "batches that weigh nothing": _field("weights", "some are zero"),
+    "batches of weight 0": _field("weights", "some are zero"),
     "memory that batches share": Class(
         lambda case: _accumulates(case) and (case.collate == "recycles" or case.data == "recycling loader"),
         lambda case: _WHOLE,
@@ -143,7 +143,7 @@ CLASSES: dict[str, Class] = {
         lambda case: case.data == "subset" and case.indices in ("int8", "int16", "uint8", "uint16", "uint32", "uint64"),
         lambda case: {"indices": "list"},
     ),
-    "batches of like lengths": _field("data", "length groups", usual="tensors"),
+    "batches of similar lengths": _field("data", "length groups", usual="tensors"),
     "a dict of loaders": _field("data", "several loaders", usual="tensors"),
     "channels last": _field("data", "channels last", usual="tensors"),
     "torch's table of functions that collate": _field("collate", "map"),
@@ -173,18 +173,18 @@ CLASSES: dict[str, Class] = {
 }
 
 PENDING: dict[str, str] = {
-    "an exception within a step that leaves traces": "docs/stopping.md: the step is made once more",
+    "an exception within a step that leaves traces": "docs/stopping.md: the step is repeated",
 }
-"""Classes that differ from the plain loop, and where the reason is."""
+"""Classes that differ from the plain loop, each with the page of the reason."""
 
 
 def classes_of(case: Case) -> list[str]:
-    """The classes that `case` is of."""
+    """The classes of `case`."""
     return [name for name, one in CLASSES.items() if one.holds(case)]
 
 
 def without(case: Case, names: Iterable[str]) -> Case:
-    """A case like `case` that is of none of the classes `names`."""
+    """`case` with the changes after which it belongs to none of the classes `names`."""
     for name in names:
         if CLASSES[name].holds(case):
             case = replace(case, **CLASSES[name].without(case))

@@ -1,4 +1,4 @@
-"""`run_case` runs a case on both sides and compares."""
+"""`run_case` runs a case on both sides and compares the results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Outcome:
 
     Attributes:
         state: weights, buffers, optimizers, schedulers and random numbers by name.
-        calls: of user code, in order.
-        log: values by name.
-        error: the exception that ended it, and its traceback; None for none.
+        calls: the calls of user code, in order.
+        log: the logged values by name.
+        error, traceback: the exception that ended the run; None without one.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -45,12 +45,12 @@ Side = Callable[[Case, Task], Any]
 
 
 def outcome(case: Case, make: Side, rank: int = 0) -> Outcome:
-    """Run a side on a new task; each begins with the same random numbers, unless the case says otherwise."""
+    """Run a side on a new task. All begin with the same random numbers, except ranks of a case with `unlike_start`."""
     seed = case.number + (1000 * rank if case.unlike_start else 0)
     torch.manual_seed(seed), np.random.seed(seed % 2**32), random.seed(seed)
     found = Outcome()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the order of schedulers, where a first step is skipped
+        warnings.simplefilter("ignore")  # about schedulers that step first, after a skipped step
         task = Task(case, rank)
         try:
             with collate_map(case, task.trace):
@@ -65,7 +65,7 @@ def outcome(case: Case, make: Side, rank: int = 0) -> Outcome:
 
 
 def run_case(case: Case) -> list[str]:
-    """Run `case` on both sides; returns the differences, none where they agree."""
+    """Run `case` on both sides; returns the differences."""
     with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
         library = outcome(case, lambda case, task: LibraryRun(case, task, Path(folder)))
     plain = outcome(case, PlainLoop)
@@ -77,7 +77,7 @@ def run_case(case: Case) -> list[str]:
 
 
 def may_refuse(case: Case, error: Exception) -> bool:
-    """Whether the library may answer the case with `error`, which names a mistake of user code."""
+    """Whether `error`, about a mistake of user code, is a valid result of the case."""
     if not isinstance(error, ModuleContractError):
         return False
     writes = {"write outputs", "log, then write"} & case.deeds or case.loss_memory == "kept by the user"
@@ -103,17 +103,17 @@ def _column(name: str) -> str:
     return "lr" if name.startswith("lr/") else name
 
 
-def _unlike(what: str, plain: Mapping[str, Any], library: Mapping[str, Any]) -> list[str]:
+def _unlike(prefix: str, plain: Mapping[str, Any], library: Mapping[str, Any]) -> list[str]:
     found = []
     for name in sorted({*plain, *library}):
         mine, theirs = plain.get(name, "nothing"), library.get(name, "nothing")
         if mine != theirs:
-            found.append(f"{what}{name}: plain {_shortened(mine)}, library {_shortened(theirs)}")
+            found.append(f"{prefix}{name}: plain {_shortened(mine)}, library {_shortened(theirs)}")
     return found
 
 
 def _calls(case: Case, plain: Outcome, library: Outcome) -> list[str]:
-    """The first call in which both differ."""
+    """The first different call."""
     if case.raises is not None:
         return _calls_after_raising(case, plain, library)
     mine, theirs = ([_compared(case, call) for call in side.calls] for side in (plain, library))
@@ -145,13 +145,13 @@ def _calls_after_raising(case: Case, plain: Outcome, library: Outcome) -> list[s
     return _unlike("", *last)
 
 
-def _first_unlike(what: str, plain: list[Any], library: list[Any]) -> list[str]:
+def _first_unlike(kind: str, plain: list[Any], library: list[Any]) -> list[str]:
     for position in range(max(len(plain), len(library))):
         pair = [calls[position] if position < len(calls) else None for calls in (plain, library)]
         if pair[0] != pair[1]:
             before = "; ".join(f"{call[0]} {call[1]}" for call in plain[max(0, position - 3) : position])
             mine, theirs = map(_shortened, pair)
-            return [f"{what} {position} (after {before or 'none'}): plain {mine}, library {theirs}"]
+            return [f"{kind} {position} (after {before or 'none'}): plain {mine}, library {theirs}"]
     return []
 
 

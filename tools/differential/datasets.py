@@ -1,4 +1,4 @@
-"""The training and validation data: data sets, functions that collate, and loaders with their own order."""
+"""The training and validation data: datasets, collate functions, and loaders with their own order."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INDEXED = (
     "length groups",
     "several loaders",
 )
-"""Data that the library orders."""
+"""Data for which the library determines the order."""
 LOADERS = (
     "iterable data set",
     "list of batches",
@@ -54,7 +54,7 @@ LOADERS = (
     "loader with own __iter__",
     "loader with own _get_iterator",
 )
-"""Loaders with their own order."""
+"""Loaders that determine their order."""
 
 INDEX_KINDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -69,7 +69,7 @@ INDEX_KINDS: dict[str, Callable[[list[int]], Any]] = {
 
 
 def make_inputs(case: Case, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs that suit the network, and targets."""
+    """Inputs for the network of the case, and targets."""
     draw = torch.Generator().manual_seed(seed)
     dtype = torch.float64 if case.double else torch.float32
     if case.network == "tokens":
@@ -81,7 +81,7 @@ def make_inputs(case: Case, count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Recorded(Dataset[Any]):
-    """Records which samples are asked for, and draws random numbers for each."""
+    """Records the requested samples, and draws random numbers for each."""
 
     def __init__(
         self, tensors: tuple[Tensor, Tensor], trace: Trace, *, dicts: bool = False, share: float = 0.1
@@ -101,7 +101,7 @@ class Recorded(Dataset[Any]):
 
 
 class Fetches(Recorded):
-    """Loads many samples at once."""
+    """Loads several samples in one call."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self.trace.add("data", "samples", indices)
@@ -109,7 +109,7 @@ class Fetches(Recorded):
 
 
 class OwnGetItem(TensorDataset):
-    """Overrides a method of torch's class."""
+    """Overrides a method of a class of torch."""
 
     def __getitem__(self, index: Any) -> Any:
         x, y = super().__getitem__(index)
@@ -125,7 +125,7 @@ class _Stream(IterableDataset[Any]):
 
 
 class _Batches:
-    """A batch sampler with batches of all sizes, in random order."""
+    """A batch sampler with batches of different sizes, in random order."""
 
     def __init__(self, sizes: list[int]) -> None:
         ends = np.cumsum(sizes).tolist()
@@ -139,7 +139,7 @@ class _Batches:
 
 
 class _OwnLoader:
-    """Makes batches itself; with `recycles` in the same memory each time."""
+    """Makes batches; with `recycles` always in the same memory."""
 
     def __init__(self, tensors: tuple[Tensor, Tensor], sizes: list[int], recycles: bool, trace: Trace) -> None:
         self.tensors, self.sizes, self.recycles, self.trace = tensors, sizes, recycles, trace
@@ -175,7 +175,7 @@ class _OwnIterator(DataLoader[Any]):
 
 
 def batch_sizes(samples: int) -> list[int]:
-    """Sizes of batches that are uneven and together hold `samples`."""
+    """Different sizes of batches with the sum `samples`."""
     sizes, kinds = [], (3, 2, 1, 3, 4)
     while sum(sizes) < samples:
         sizes.append(min(kinds[len(sizes) % len(kinds)], samples - sum(sizes)))
@@ -194,7 +194,7 @@ class TrainingSet:
 
     @property
     def second(self) -> Any:
-        """The data of the second loader: two samples for each of the first, and fewer positions."""
+        """The data of the second loader: two samples for each of the first loader."""
         x, y = self.tensors
         count = 2 * max(self.case.samples // 2, self.case.batch)
         rows = torch.arange(count) % len(x)
@@ -202,7 +202,7 @@ class TrainingSet:
 
     def _dataset(self) -> Any:
         case, tensors = self.case, self.tensors
-        # Random numbers are those of a sample only where the library loads samples one by one.
+        # Random numbers belong to a sample only if the library loads samples individually.
         share = 0.0 if case.additive and case.data not in ("map", "dicts", "several loaders") else 0.1
         if case.data == "subset":
             rows = [index for index in range(case.samples) if index % 4]
@@ -220,7 +220,7 @@ class TrainingSet:
         return TensorDataset(*tensors)
 
     def collate(self, rows: list[Any]) -> Any:
-        """Collate as the case says, and record it."""
+        """Collate in the way of the case, and record the call."""
         self.trace.add("data", "collate", len(rows), torch.rand(()))
         return default_collate(rows) if self._collate is None else self._collate(rows)
 
@@ -260,14 +260,14 @@ SCALE = 3.0
 
 
 def prepare_worker(worker: int) -> None:
-    """Prepare the data set of a worker, as torch documents it."""
+    """Prepare the dataset of a worker, as in the documentation of torch."""
     info = get_worker_info()
     assert info is not None
     info.dataset.scale = SCALE  # type: ignore[attr-defined]
 
 
 def _recycling() -> Callable[[list[Any]], Any]:
-    """A function that collates every batch into the same memory."""
+    """A collate function that writes every batch into the same memory."""
     memory: list[Tensor] = []
 
     def collate(rows: list[Any]) -> list[Tensor]:
@@ -281,7 +281,7 @@ def _recycling() -> Callable[[list[Any]], Any]:
 
 @contextmanager
 def collate_map(case: Case, trace: Trace) -> Iterator[None]:
-    """A block in which torch's table of functions that collate has an entry of the user's, where the case says so."""
+    """A block in which a case with `collate="map"` has an entry in the table of collate functions of torch."""
     if case.collate != "map":
         yield
         return
@@ -299,7 +299,7 @@ def collate_map(case: Case, trace: Trace) -> Iterator[None]:
 
 
 class _Draws(TensorDataset):
-    """Draws random numbers that change nothing."""
+    """Draws random numbers without using them."""
 
     def __getitem__(self, index: Any) -> Any:
         torch.rand(1), np.random.rand(), random.random()

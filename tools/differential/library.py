@@ -1,4 +1,4 @@
-"""The same training by a `Trainer`."""
+"""The training of a case with a `Trainer`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.differential.task import Gap, Planned, Task
 from trainstack.trainer.events import Event
 
 MOST_STARTS = 3
-"""`train()` is called at most so often."""
+"""The largest number of calls of `train()`."""
 
 
 class TaskModule(ts.ModuleInterface):
@@ -54,7 +54,7 @@ class TaskModule(ts.ModuleInterface):
 
 
 def _hook(name: str, form: str) -> Any:
-    """The hook `name` with a signature that takes no outputs, any, or two by name."""
+    """The hook `name` with a signature without outputs, with `*outputs`, or with two named outputs."""
     if name not in ("on_end_train_step", "on_end_train_epoch", "on_end_val_epoch"):
         return lambda self, *given: self.task.reach(name, *given)
     if name == "on_end_val_epoch":
@@ -79,7 +79,7 @@ def _subscriber(event: str) -> Any:
 
 
 def module_class(case: Case) -> type[TaskModule]:
-    """A class with the hooks of the case, and no others: their presence changes the loop."""
+    """A class with only the hooks of the case, because the presence of a hook changes the loop."""
     methods = {name: _hook(name, form) for name, form in case.hooks}
     methods |= {f"on_{one.event}": _subscriber(one.event) for one in case.subscribers if one.form == "module"}
     if case.weights:
@@ -120,8 +120,8 @@ class LibraryRun:
     """The training of a case.
 
     Attributes:
-        trainer: which trains.
-        starts: how often `train()` was called.
+        trainer: the trainer.
+        starts: the number of calls of `train()`.
     """
 
     def __init__(self, case: Case, task: Task, folder: Path) -> None:
@@ -150,12 +150,12 @@ class LibraryRun:
         self.task.trace.add("module interface", kwargs["stage"].name, kwargs["global_step"])
 
     def run(self) -> None:
-        """Train, again after each error of the case."""
+        """Train, and train again after an error of the case."""
         if self.case.find_lr:
             ts.find_lr(self.trainer, steps=3)
         while True:
             self.starts += 1
-            self.task.trace.muted = True  # until the training begins
+            self.task.trace.muted = True  # until the begin of the training
             try:
                 self.trainer.train()
                 return
@@ -165,16 +165,16 @@ class LibraryRun:
 
     @property
     def schedulers(self) -> tuple[Any, ...]:
-        """Those of the run."""
+        """The schedulers of the run."""
         return tuple(self.trainer.schedulers)
 
     @property
     def history(self) -> dict[str, Any]:
-        """The records."""
+        """The recorded values by name."""
         return self.trainer.history.to_dict()
 
     @property
     def counters(self) -> dict[str, int]:
-        """How far the training came."""
+        """The counters of the training."""
         names = ("global_step", "epoch", "skipped_steps", "batches", "steps_in_epoch")
         return {name: getattr(self.trainer.state, name) for name in names}

@@ -1,4 +1,4 @@
-"""The networks: a trunk for the kind of input, extra parts that need care, and a head."""
+"""The networks: a trunk for the kind of input, extra parts with special behaviour, and a head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TRUNKS: dict[str, Callable[[], nn.Module]] = {
 
 
 class _Norm(nn.BatchNorm1d):
-    """Batch norm that takes a single sample too."""
+    """Batch norm that also accepts a single sample."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -106,7 +106,7 @@ class _Complex(nn.Module):
 
 
 class _OtherDtype(nn.Module):
-    """A part in another dtype than the rest."""
+    """A part with another dtype than the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Carried(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Each sample goes through one of two layers; a layer without samples is not used."""
+    """Each sample passes one of two layers; a layer without samples is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class _Experts(nn.Module):
 
 
 class _ByParity(nn.Module):
-    """Uses one layer in steps with an odd number, another in the others."""
+    """Uses one layer in steps with an odd number, and another one in the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ PARTLY_USED: dict[str, Callable[[], nn.Module]] = {
     "by parity": _ByParity,
     "never used": _Unused,
 }
-"""Further parts, for trainings on several ranks: a split of the batch changes nothing but which rank uses them."""
+"""Further parts for trainings on several ranks: a split of the batch only changes the ranks that use them."""
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "squeeze": lambda shift: shift.squeeze(),
@@ -230,7 +230,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _finite(gradients: Any) -> tuple[Any, ...]:
-    """The gradients if they are finite: of a step that is skipped it is not said whether they are inf or nan."""
+    """The gradients if they are finite: in a skipped step either of inf and nan is correct."""
     return gradients if all(bool(torch.isfinite(one).all()) for one in gradients) else ()
 
 
@@ -238,7 +238,7 @@ class Network(nn.Module):
     """The network of a case.
 
     Attributes:
-        shift: a parameter of shape `(1,)` that the loss adds; None without one.
+        shift: a parameter of shape `(1,)` that is added to the loss; None without one.
         grown: layers that a hook has added.
     """
 
@@ -287,7 +287,7 @@ class Network(nn.Module):
         return self.head(h)
 
     def begin_step(self, number: int) -> None:
-        """The forward passes that follow are those of a global step."""
+        """Begin the forward passes of a global step."""
         if "by parity" in self.extras:
             self.extras["by parity"].step = number  # type: ignore[assignment]
 
@@ -301,7 +301,3 @@ class Network(nn.Module):
         layer = nn.Linear(WIDTH, WIDTH).to(self.head.weight.dtype)
         self.grown.append(layer)
         return list(layer.parameters())
-
-    def lose(self, name: str, value: Any) -> None:
-        """Replace an attribute of the head."""
-        setattr(self.head, name, value)

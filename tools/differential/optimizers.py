@@ -1,4 +1,4 @@
-"""The optimizers and schedulers: torch's, and some that a user may write."""
+"""The optimizers and schedulers: those of torch, and some as users write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Own(Optimizer):
-    """The base of the optimizers below: calls are recorded, and counted in the state."""
+    """The base of the optimizers below, which records calls and counts them in the state."""
 
     trace: Trace | None = None
 
@@ -39,7 +39,7 @@ class Own(Optimizer):
 
 
 class CountsCalls(Own):
-    """Its rate depends on how often it was called."""
+    """Its rate depends on the number of calls."""
 
     def update(self, p: nn.Parameter, lr: float, calls: int) -> None:
         if p.grad is not None:
@@ -92,7 +92,7 @@ NOT_COMPLEX = ("fused AdamW",)
 
 
 def _tensor_rate(maker: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
-    """The same with its learning rate in a tensor."""
+    """The optimizer with its learning rate in a tensor."""
     return lambda params: maker(params, lr=torch.tensor(0.03))
 
 
@@ -161,15 +161,15 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 class Scheduled(NamedTuple):
-    """A scheduler and when it steps.
+    """A scheduler and the times of its steps.
 
     Attributes:
-        factory: whether the library is given the function that makes the scheduler.
-        make: that function.
+        make: makes the scheduler.
         optimizer: the position of its optimizer.
         interval: "step" or "epoch".
-        frequency: it steps at every so many of them.
-        monitor: the name of the value that it gets; empty for none.
+        frequency: the number of intervals between two steps.
+        monitor: the name of the value for its step; empty for none.
+        factory: whether the library gets the function `make`.
     """
 
     make: Callable[[Optimizer], Any]
@@ -181,7 +181,7 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(case: Case) -> list[Scheduled]:
-    """The schedulers of a case, which are still to be made."""
+    """The schedulers of a case, before they are made."""
     return [
         Scheduled(SCHEDULERS[one.kind], one.optimizer, one.interval, one.frequency, one.monitor, one.factory)
         for one in case.schedulers

@@ -1,7 +1,7 @@
-"""The plain loop: a training as one writes it by hand, with torch alone.
+"""The plain loop: a hand-written training with torch.
 
-It uses only parts that the library defines: the permutation of the samples, the seeds of samples, and the
-random state under which a loader with its own order is read.
+Of the library it only uses definitions: the permutation of the samples, the seeds of samples, and the random state for
+loaders with their own order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Log:
 
 @contextmanager
 def own_random_numbers(seed: int | None = None) -> Iterator[None]:
-    """A block that restores all generators at its end; with a `seed` its generators start from that seed."""
+    """A block that restores all generators at its end; with a `seed`, it begins with this seed."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         if seed is not None:
@@ -65,7 +65,7 @@ def own_random_numbers(seed: int | None = None) -> Iterator[None]:
 def settle_modes(module: nn.Module) -> None:
     """Set the trained parts to training mode.
 
-    A part in eval mode keeps it if all its parameters are frozen, or if it is a single layer inside a part that trains.
+    A part in eval mode stays in it if all its parameters are frozen, or if it is a single layer in a trained part.
     """
     module.training = True
     for part in module.children():
@@ -79,7 +79,7 @@ def settle_modes(module: nn.Module) -> None:
 
 
 class Buffers:
-    """The buffers of a network, objects and values."""
+    """A copy of the buffers of a network: objects and values."""
 
     def __init__(self, network: nn.Module) -> None:
         self.kept = [
@@ -91,7 +91,7 @@ class Buffers:
         ]
 
     def restore(self) -> None:
-        """Give the network the same objects with the same values back."""
+        """Restore the objects and their values."""
         with torch.no_grad():
             for part, buffers in self.kept:
                 part._buffers = {name: buffer for name, (buffer, _) in buffers.items()}
@@ -146,7 +146,7 @@ def loss_in(outputs: Any) -> Tensor:
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The gradients that are there."""
+    """The gradients of parameters that have one."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -192,7 +192,7 @@ class PlainLoop:
         self._event("train_end", "finished")
         self._hook("on_end_train", self.step)
 
-    # --- how long
+    # --- number of steps
 
     def _plan(self) -> None:
         case, task = self.case, self.task
@@ -231,7 +231,7 @@ class PlainLoop:
         )
 
     def _positions(self) -> int:
-        """In an epoch of two loaders, of which the second gives two samples at each position."""
+        """The number of positions in an epoch of two loaders; the second has two samples for each."""
         counts = len(self.task.data.dataset), len(self.task.data.second) // 2
         return min(counts) if self.case.arguments["combine_loaders"] == "min" else max(counts)
 
@@ -267,10 +267,10 @@ class PlainLoop:
     # --- data
 
     def _step_batches(self) -> Iterator[tuple[Iterator[Any], int, float | None]]:
-        """For each step of the epoch its micro-batches, fetched when asked for, their largest number, and their
-        total weight if known.
+        """For each step of the epoch its micro-batches, which are fetched lazily, their largest number, and their total
+        weight; None if it is unknown.
 
-        That is known where a batch counts as its samples and the library orders the data.
+        It is known if the weight of a batch is its number of samples and the library orders the data.
         """
         case, task = self.case, self.task
         generators = LoaderGenerators(case.arguments.get("seed", 0), self.epoch)
@@ -297,7 +297,7 @@ class PlainLoop:
         yield from more
 
     def _fetch(self, loader: Any, rows: list[int]) -> Any:
-        """The batch of `rows`, each sample under its own random numbers."""
+        """The batch of `rows`; each sample has its own random numbers."""
         if isinstance(loader, dict):
             return self._fetch_several(loader, rows)
         seed, dataset = self.case.arguments.get("seed", 0), loader.dataset
@@ -314,7 +314,7 @@ class PlainLoop:
             return loader.collate_fn(samples)
 
     def _fetch_several(self, loaders: dict[str, Any], positions: list[int]) -> Any:
-        """A batch of each loader; a loader whose whole global batches have ended gives None, or begins again."""
+        """A batch of each loader. A loader without further whole global batches has None, or begins again."""
         case, seed = self.case, self.case.arguments.get("seed", 0)
         mode, samples = case.arguments["combine_loaders"], dict[str, list[Any]]()
         with own_random_numbers():
@@ -391,7 +391,7 @@ class PlainLoop:
         step_outputs: list[Any] = []
         losses: list[float] = []
         counts: list[float] = []
-        estimate: float | None = None  # of the items of the step, where they are known only after its last micro-batch
+        estimate: float | None = None  # of the items of the step, if they are known only after its last micro-batch
         for batch in batches:
             counts.append(self._weigh(batch))
             if total is None and counts[-1] > (estimate or 0.0):
@@ -460,7 +460,7 @@ class PlainLoop:
             self.norm = norm
             if kind == "norm":
                 torch.nn.utils.clip_grad_norm_(held, limit)
-            elif kind == "value" and there:  # torch refuses to clip nothing by value
+            elif kind == "value" and there:  # torch refuses an empty list
                 torch.nn.utils.clip_grad_value_(held, limit)
             self._event("before_optimizer_step", self.optimizers)
         self.rates = [float(group["lr"]) for one in self.optimizers for group in one.param_groups]
@@ -569,7 +569,7 @@ class PlainLoop:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How far the training came."""
+        """The counters of the training."""
         return {
             "global_step": self.step,
             "epoch": self.epoch,

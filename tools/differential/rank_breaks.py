@@ -1,4 +1,4 @@
-"""Ways to break `ddp` on purpose: the battery has to find each of them."""
+"""Faults of `ddp` that the battery has to find."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Replace = Callable[[Any, str, Callable[..., Any]], None]
 
 
 def averages_gradients(replace: Replace, rank: int) -> None:
-    """Each rank counts the same, for any number of samples."""
+    """Each rank has the same weight, for any number of samples."""
     backward = SingleProcess.backward
     replace(SingleProcess, "backward", lambda self, work, loss, weight: backward(self, work, loss, float(weight > 0)))
 
 
 def counts_borrowed_batches(replace: Replace, rank: int) -> None:
-    """A borrowed micro-batch has an influence."""
+    """A borrowed micro-batch has a weight above 0."""
     backward = DDP.backward
     replace(DDP, "backward", lambda self, work, loss, weight: backward(self, work, loss, weight or 0.01))
 
@@ -56,7 +56,7 @@ def skips_hooks_of_borrowed_batches(replace: Replace, rank: int) -> None:
 
 
 def skips_steps_on_one_rank(replace: Replace, rank: int) -> None:
-    """The last rank leaves out every fifth step of its optimizers."""
+    """Ranks above 0 skip every fifth step of their optimizers."""
     step, calls = SingleProcess.step, 0
 
     def skipping(self: SingleProcess, work: Any) -> bool:
@@ -90,7 +90,7 @@ def wraps_once(replace: Replace, rank: int) -> None:
 
 
 def gathers_in_another_order(replace: Replace, rank: int) -> None:
-    """Outputs of a validation do not come in the order of the data set."""
+    """Outputs of a validation do not have the order of the dataset."""
     gather = DDP.gather
 
     def reversed_(self: DDP, outputs: Any) -> Any:
@@ -105,12 +105,12 @@ def gathers_in_another_order(replace: Replace, rank: int) -> None:
 
 
 BREAKS: dict[str, tuple[Callable[[Replace, int], None], str]] = {
-    "averages_gradients": (averages_gradients, "a step in which ranks have unlike numbers of passes"),
-    "counts_borrowed_batches": (counts_borrowed_batches, "a step in which ranks have unlike numbers of passes"),
-    "gives_unused_parameters_zeros": (gives_unused_parameters_zeros, "parameters that not each step uses"),
+    "averages_gradients": (averages_gradients, "a step in which ranks have different numbers of passes"),
+    "counts_borrowed_batches": (counts_borrowed_batches, "a step in which ranks have different numbers of passes"),
+    "gives_unused_parameters_zeros": (gives_unused_parameters_zeros, "parameters that not every step uses"),
     "skips_hooks_of_borrowed_batches": (
         skips_hooks_of_borrowed_batches,
-        "a step in which ranks have unlike numbers of passes",
+        "a step in which ranks have different numbers of passes",
     ),
     "skips_steps_on_one_rank": (skips_steps_on_one_rank, ""),
     "keeps_outputs_of_borrowed_batches": (
@@ -121,12 +121,12 @@ BREAKS: dict[str, tuple[Callable[[Replace, int], None], str]] = {
     "wraps_once": (wraps_once, "parameters that are changed by hand"),
     "gathers_in_another_order": (gathers_in_another_order, "outputs of a validation"),
 }
-"""Each with the class of trainings that shows it; empty for trainings of all kinds."""
+"""Faults by name, each with the class of trainings that shows it; empty for all trainings."""
 
 
 @contextmanager
 def broken(name: str, rank: int) -> Iterator[None]:
-    """A block in which the library is broken in the way `name`; an empty name breaks nothing."""
+    """A block in which the library has the fault `name`; none with an empty name."""
     with ExitStack() as stack:
         if name:
             BREAKS[name][0](lambda *given: stack.enter_context(patch.object(*given)), rank)

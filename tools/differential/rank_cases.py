@@ -1,7 +1,7 @@
-"""`draw_for_ranks` makes the random training with a given seed and number for several ranks under `ddp` or `fsdp`.
+"""`draw_for_ranks` returns the random training with a given seed and number on several ranks under `ddp` or `fsdp`.
 
-Most of them have to equal the same training under `sp`. Of the others only the ranks are compared with each other:
-`depends_on_split` says why.
+Most of them have to equal the same training under `sp`. In the others, only the ranks are compared with each other, for
+the reasons of `depends_on_split`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tools.differential.networks import PARTLY_USED
 
 SIZES = (2, 3)
 ROLE = 16
-"""Marks the generator of the choices for ranks, apart from that of the training."""
+"""Distinguishes the generator for choices of ranks from that for the training."""
 
 IN_MICRO_BATCH = (
     *("train_step", "after forward", "on_end_backward", "collate", "batch_weight", "val_step"),
     *("train_batch_begin", "before_backward", "after_backward"),
 )
-"""Where user code is called once a micro-batch: how often depends on how a step is split."""
+"""Places where user code is called for each micro-batch: the number of calls depends on the split of a step."""
 CHANGE_PARAMETERS = {
     *("add a layer", "remove a layer", "remove a layer from the module alone", "replace a parameter"),
     *("add a parameter outside the module", "freeze", "unfreeze"),
@@ -44,17 +44,17 @@ REASONS: dict[str, Callable[[Case], bool]] = {
         case.sparse and (case.collate == "recycles" or case.data == "recycling loader")
     ),
     # torch 2.13.0: DistributedDataParallel raises.
-    "a sparse layer that takes no part in the loss": lambda case: case.sparse and case.loss_memory == "is a parameter",
-    "a sample that counts nothing, and alone uses a layer": lambda case: (
+    "a sparse layer that the loss does not use": lambda case: case.sparse and case.loss_memory == "is a parameter",
+    "a sample of weight 0 that is the only one to use a layer": lambda case: (
         "experts" in case.extras and case.weights == "some are zero"
     ),
-    "one power iteration a forward pass": lambda case: "spectral norm" in case.extras and not one_pass(case),
+    "one power iteration for each forward pass": lambda case: "spectral norm" in case.extras and not one_pass(case),
 }
-"""Reasons why a training depends on the split of its batches; each with the cases that have it."""
+"""Reasons why a training depends on the split of its batches, each with a test of a case."""
 
 
 def depends_on_split(case: Case) -> list[str]:
-    """Why the case cannot equal `sp`; empty if it has to."""
+    """The reasons why the case cannot equal `sp`; empty if it has to."""
     return [reason for reason, holds in REASONS.items() if holds(case)]
 
 
@@ -64,12 +64,12 @@ def one_pass(case: Case) -> bool:
 
 
 def on_one_rank(case: Case) -> Case:
-    """The same training under `sp`."""
+    """The training of the case under `sp`."""
     return replace(case, ranks=0, rank_backend="ddp", options={}, unlike_start=False, poisoned=None)
 
 
 def draw_for_ranks(seed: int, number: int, size: int, backend: str = "ddp") -> Case:
-    """The case `number` of `seed` on `size` ranks; the training is the same for each backend that can make it."""
+    """The case `number` of `seed` on `size` ranks; backends that support the training have the same."""
     dice = Dice(seed, number, size, ROLE)
     case = draw(seed, number)
     case = replace(case, additive=True, double=True, workers=False, poison=case.poison if case.skip else ())
@@ -84,7 +84,7 @@ def draw_for_ranks(seed: int, number: int, size: int, backend: str = "ddp") -> C
 
 
 def _sharded(case: Case) -> Case:
-    """The case without parts that `fsdp` refuses by name, which its own tests show."""
+    """The case without parts that `fsdp` refuses, as other tests show."""
     options = {name: on for name, on in case.options.items() if name == "find_unused_parameters"}
     kept = tuple(name for name in case.extras if name not in REFUSED_BY_FSDP)
     actions = tuple(one for one in case.actions if one.what not in CHANGE_MEMBERS)
@@ -104,7 +104,7 @@ def _sharded(case: Case) -> Case:
 
 
 def _split(dice: Dice, case: Case, size: int) -> dict[str, Any]:
-    """Batches that ranks can share; of a loader with its own batches, one rank takes as many as `size` would."""
+    """Batches that ranks can divide; of a loader with its own batches, one rank takes those of `size` ranks."""
     if case.ordered:
         return {
             "samples": dice.one(2 if case.data == "subset" else 1, 2, 4, 5, 7, 8, 10, 11, 12, 13),
@@ -136,13 +136,13 @@ def _network(dice: Dice, case: Case, size: int) -> dict[str, Any]:
 
 
 def _arguments(dice: Dice, case: Case, size: int) -> dict[str, Any]:
-    left_out = ("fit_micro_batch", "max_val_steps_per_epoch")  # which count batches of a rank
-    kept = {name: value for name, value in case.arguments.items() if name not in left_out}
+    omitted = ("fit_micro_batch", "max_val_steps_per_epoch")  # they count batches of a rank
+    kept = {name: value for name, value in case.arguments.items() if name not in omitted}
     return {"arguments": kept, "unlike_start": dice.chance(0.15)}
 
 
 def _failure(dice: Dice, case: Case, size: int) -> dict[str, Any]:
-    raises = case.raises if dice.chance(0.5) else None  # ranks that failed are replaced, which takes time
+    raises = case.raises if dice.chance(0.5) else None  # replacing failed ranks takes time
     return {"raises": raises, "raises_on": dice.one(*range(size))}
 
 
@@ -154,7 +154,7 @@ def _without_reasons(case: Case) -> Case:
 
 
 def _places(case: Case) -> dict[str, Any]:
-    """Where a step may have several passes, nothing that counts calls in a micro-batch."""
+    """Remove counts of calls in a micro-batch from steps that can have several passes."""
     if one_pass(case):
         actions = tuple(one for one in case.actions if one.where != "val_step")
         return {"actions": actions}
@@ -166,7 +166,7 @@ def _places(case: Case) -> dict[str, Any]:
 
 
 def _moved(action: Action) -> Action | None:
-    """The action at a place that is reached once a step."""
+    """The action at a place that is called once in a step; None if there is none."""
     if action.where not in IN_MICRO_BATCH:
         return action
     if "gradients" in action.what:
@@ -179,7 +179,7 @@ def _moved(action: Action) -> Action | None:
 def _options(dice: Dice, case: Case) -> dict[str, Any]:
     """Options of `DistributedDataParallel`."""
     partly = {*PARTLY_USED, "sometimes unused"} & {*case.extras} or case.loss_memory == "is a parameter"
-    # A static graph has steps that are alike, and torch finds no tensor in a dataclass.
+    # A static graph needs equal steps, and torch does not find tensors in a dataclass.
     static = one_pass(case) and not (case.weights or case.poison or case.find_lr or CHANGE_PARAMETERS & case.deeds)
     options: dict[str, Any] = {}
     if partly or dice.chance(0.2):
@@ -189,5 +189,5 @@ def _options(dice: Dice, case: Case) -> dict[str, Any]:
     if dice.chance(0.3) and not case.sparse:
         options["gradient_as_bucket_view"] = True
     if dice.chance(0.4):
-        options["bucket_cap_mb"] = 0.0003  # about a bucket a layer
+        options["bucket_cap_mb"] = 0.0003  # about one bucket for each layer
     return options

@@ -1,4 +1,4 @@
-"""`RANK_CLASSES` names kinds of trainings on several ranks, and `RANK_PENDING` those that differ from `sp`."""
+"""`RANK_CLASSES` has kinds of trainings on several ranks, and `RANK_PENDING` those that differ from `sp`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCHES = "counter batches"
 
 
 def _rows(case: Case) -> int:
-    """Samples an epoch."""
+    """The number of samples of an epoch."""
     return sum(index % 4 > 0 for index in range(case.samples)) if case.data == "subset" else case.samples
 
 
@@ -40,16 +40,16 @@ _DRAWING = ("batch sampler", "sampler", "loader with own __iter__", "loader with
 
 RANK_CLASSES: dict[str, Class] = {
     RANDOM: compared(RANDOM, lambda case: True),
-    "a step in which ranks have unlike numbers of passes": Class(lacks_samples, _even),
-    "parameters that not each step uses": Class(
+    "a step in which ranks have different numbers of passes": Class(lacks_samples, _even),
+    "parameters that not every step uses": Class(
         lambda case: bool({*PARTLY_USED} & {*case.extras}),
         lambda case: {"extras": tuple(name for name in case.extras if name not in PARTLY_USED)},
     ),
     "parameters that are changed by hand": acts(*CHANGE_PARAMETERS),
     "a layer that is added": acts("add a layer"),
-    **{name: CLASSES[name] for name in ("batches of like lengths", "a dict of loaders")},
+    **{name: CLASSES[name] for name in ("batches of similar lengths", "a dict of loaders")},
     "sparse gradients": Class(lambda case: case.sparse, lambda case: {"sparse": False}),
-    "a loader that draws its order, on ranks with unlike generators": Class(
+    "a loader that draws its order, on ranks with different generators": Class(
         lambda case: case.data in _DRAWING and case.unlike_start, lambda case: {"unlike_start": False}
     ),
     "a loss that leaves outputs unused": Class(
@@ -73,16 +73,16 @@ RANK_CLASSES: dict[str, Class] = {
     ),
 }
 RANK_PENDING: dict[str, str] = {}
-"""Classes that differ, and the reason."""
+"""Classes that differ, each with the reason."""
 
 
 def rank_classes_of(case: Case) -> list[str]:
-    """The classes that `case` is of."""
+    """The classes of `case`."""
     return [name for name, one in RANK_CLASSES.items() if one.holds(case)]
 
 
 def without_rank_classes(case: Case, names: Iterable[str]) -> Case:
-    """A case like `case` that is of none of the classes `names`."""
+    """`case` with the changes after which it belongs to none of the classes `names`."""
     for name in names:
         if RANK_CLASSES[name].holds(case):
             case = replace(case, **RANK_CLASSES[name].without(case))

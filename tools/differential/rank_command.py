@@ -1,4 +1,4 @@
-"""`run_on_ranks`: the command `python -m tools.differential --ranks 2`."""
+"""`run_on_ranks` is the command `python -m tools.differential --ranks 2`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tools.differential.rank_comparison import RankBattery
 from tools.differential.rank_run import Chosen
 
 MOST_NUMBERS = 5_000
-"""So many numbers without a case of a class end the search for one."""
+"""The search for a case of a class ends after this number of other cases."""
 
 
 def chosen_cases(seed: int, size: int, names: Sequence[str] = (), backend: str = "ddp") -> Iterator[Chosen]:
-    """The cases of `seed` in order; with `names` those of one of these classes, whether pending or not."""
+    """The cases of `seed` in order; with `names` those of one of these classes, pending or not."""
     last = 0
     for number in count():
         if number - last > MOST_NUMBERS:
@@ -31,7 +31,7 @@ def chosen_cases(seed: int, size: int, names: Sequence[str] = (), backend: str =
 
 
 def run_on_ranks(options: argparse.Namespace, seed: int, battery: RankBattery | None = None) -> int:
-    """Run the cases; the exit status."""
+    """Run the cases; returns the exit status."""
     names = [*options.only, *(RANK_PENDING if options.pending else [])]
     unknown = sorted(set(names) - set(RANK_CLASSES))
     if unknown:
@@ -54,7 +54,7 @@ def run_on_ranks(options: argparse.Namespace, seed: int, battery: RankBattery | 
     seconds = time.monotonic() - began
     print(f"{ran} trainings on {options.ranks} ranks under {options.backend} in {seconds:.0f} s, {differ} differ")
     for reason, times in unequal.most_common():
-        print(f"  {times:4d}  ranks were compared with each other alone: {reason}")
+        print(f"  {times:4d}  only the ranks were compared with each other: {reason}")
     return int(differ > 0)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.patience import patience
+from tests.helpers.processes import free_port
 from tools.differential.case import LEAVE_TRACES, Case
 from tools.differential.comparison import may_refuse, outcome
 from tools.differential.library import LibraryRun
@@ -41,37 +42,25 @@ _NEEDED = {
     "uncompared",
 }
 SIMPLIFIED = [one.name for one in fields(Case) if one.name not in _NEEDED]
-"""The fields that a simpler case may have as they are by default; the others go together."""
+"""The fields that can have their defaults in a simpler case; the others depend on each other."""
 
 
 class RankBattery:
-    """Runs cases on kept ranks.
+    """Runs cases on the ranks of `pool`, by default of a new one."""
 
-    Args:
-        pool: the ranks.
-        patience: turns seconds that suffice on an idle machine into a time-out.
-        free_port: finds the port at which ranks meet.
-    """
-
-    def __init__(
-        self,
-        pool: RankPool | None = None,
-        patience: Callable[[float], float] = lambda seconds: 6 * seconds,
-        free_port: Callable[[], int] | None = None,
-    ) -> None:
+    def __init__(self, pool: RankPool | None = None) -> None:
         self.pool = pool or RankPool(ROOT, ["tools.differential.rank_run"])
-        self.patience, self.free_port = patience, free_port or _free_port
 
     def run(self, chosen: Chosen, breaks: str = "") -> list[str]:
-        """Run a case on ranks and under `sp`; returns the differences, none where they agree.
+        """Run a case on ranks and under `sp`; returns the differences.
 
-        `breaks` names a way to break the library on ranks.
+        The library on the ranks has the fault `breaks` of `rank_breaks`.
         """
         case = chosen.case()
         with tempfile.TemporaryDirectory(prefix="trainstack-") as folder:
             answers = Path(folder) / "answers"
             answers.mkdir()
-            environments = world_environment(chosen.size, self.free_port())
+            environments = world_environment(chosen.size, free_port())
             self.pool.start(
                 {
                     "function": WORKER,
@@ -81,7 +70,7 @@ class RankBattery:
                         {"environment": environment, "errors": str(answers / f"{rank}.stderr")}
                         for rank, environment in enumerate(environments)
                     ],
-                    "timeout_s": self.patience(TIMEOUT_S),
+                    "timeout_s": patience(TIMEOUT_S),
                     "fresh": False,
                 }
             )
@@ -94,7 +83,7 @@ class RankBattery:
         return compare(case, expected, ranks)
 
     def shrink(self, chosen: Chosen, breaks: str = "", names: Sequence[str] = SIMPLIFIED) -> Chosen:
-        """A simpler case that differs in the same way: as many of the fields `names` as possible have their default."""
+        """A simpler case with the same difference, with defaults for as many of the fields `names` as possible."""
         kind = _kind_of(self.run(chosen, breaks))
         for name in names:
             simpler = chosen._replace(simplest=(*chosen.simplest, name))
@@ -123,7 +112,7 @@ def _through_json(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The differences between the ranks, and of each from `sp` where that has to be equal."""
+    """The differences between the ranks, and between each of them and `sp` if they have to be equal."""
     if any("error" in one for one in ranks) or "error" in expected:
         return _errors(case, expected, ranks)
     found = _agreement(case, ranks)
@@ -139,7 +128,7 @@ def compare(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str
 
 
 def _errors(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """All ranks have to end, the others with the name of the one that failed."""
+    """All ranks have to end; the error of the others names the failed rank."""
     kinds = [one.get("error", "none") for one in ranks]
     if case.raises is not None and "Planned" in kinds:
         return [
@@ -153,7 +142,7 @@ def _errors(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str
     error = expected.get("error")
     alone = error == "ModuleContractError" and may_refuse(case, ModuleContractError(expected["text"]))
     if alone and not any("error" in one for one in ranks):
-        return []  # a tensor that was written to was used by then, with steps of other passes
+        return []  # with other passes, the backward pass was before the write
     if refusals and len(refusals) + len(followers) == len(ranks) and all(may_refuse(case, one) for one in refusals):
         return []
     sides = {"sp": expected, **{f"rank {number}": one for number, one in enumerate(ranks)}}
@@ -165,65 +154,62 @@ def _errors(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str
 
 
 def _agreement(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Differences between ranks: weights, optimizers, schedulers and counters have the same bits, calls the order."""
+    """Differences between ranks: bits of weights, optimizers, schedulers and counters, and the order of calls."""
     found = []
     names = [name for name in ranks[0]["state"] if _is_shared(case, name) and name not in case.uncompared]
-    logged = "carried state" not in case.extras  # with which each rank measures something else
+    logged = "carried state" not in case.extras  # each rank measures another state
     for number, rank in enumerate(ranks[1:], 1):
-        what = f"rank {number} and rank 0"
+        pair = f"rank {number} and rank 0"
         for name in names:
-            found += _unlike(f"{what}: {name}", ranks[0]["state"][name], rank["state"].get(name), 0.0)
+            found += _unlike(f"{pair}: {name}", ranks[0]["state"][name], rank["state"].get(name), 0.0)
         if logged:
-            found += _unlike(f"{what}: log", _of_library(ranks[0]["log"]), _of_library(rank["log"]), 0.0)
+            found += _unlike(f"{pair}: log", _of_library(ranks[0]["log"]), _of_library(rank["log"]), 0.0)
         mine, theirs = ([call for call in one["calls"] if call[0] != "val_step"] for one in (ranks[0], rank))
-        found += _first_unlike(f"{what}: calls", mine, theirs, 0.0)
+        found += _first_unlike(f"{pair}: calls", mine, theirs, 0.0)
         same = rank["random"]["random numbers of torch"] == ranks[0]["random"]["random numbers of torch"]
         if same and RANDOM not in case.uncompared:
-            found.append(f"{what}: the same random numbers of torch")
+            found.append(f"{pair}: the same random numbers of torch")
     return found
 
 
 def _is_shared(case: Case, name: str) -> bool:
-    """Whether ranks have it in common: a forward pass writes to a rank's buffers, and those of rank 0 are saved."""
+    """Whether ranks have equal values. Not of buffers that a forward pass writes: only those of rank 0 are saved."""
     return not (name.startswith("buffer") and LEAVE_TRACES & {*case.extras})
 
 
 def _of_library(log: Mapping[str, Any]) -> dict[str, Any]:
-    """The log without values of user code, which a borrowed pass does not record."""
+    """The log without values of user code, because a borrowed pass does not record them."""
     return {name: column for name, column in log.items() if not name.startswith("user/")}
 
 
 def _equality(case: Case, expected: Mapping[str, Any], rank: Mapping[str, Any], number: int) -> list[str]:
-    """Differences of one rank from `sp`."""
-    what, found = f"rank {number} and sp", []
+    """Differences between one rank and `sp`."""
+    sides, found = f"rank {number} and sp", []
     for name in expected["state"]:
         if name != "counter batches" and (number == 0 or _is_shared(case, name)):
-            found += _unlike(f"{what}: {name}", expected["state"][name], rank["state"].get(name), TOLERANCE)
+            found += _unlike(f"{sides}: {name}", expected["state"][name], rank["state"].get(name), TOLERANCE)
     logs = (expected["log"], rank["log"]) if number == 0 else (_of_library(expected["log"]), _of_library(rank["log"]))
-    found += _unlike(f"{what}: log", *logs, TOLERANCE)
-    left_out = {"val_step", *(() if one_pass(case) else IN_MICRO_BATCH)}
-    if case.weights == "some are zero":  # for which `sp` makes no backward pass
-        left_out.add("before_backward")
-    mine, theirs = ([call for call in one["calls"] if call[0] not in left_out] for one in (expected, rank))
-    found += _first_unlike(f"{what}: calls", mine, theirs, TOLERANCE)
+    found += _unlike(f"{sides}: log", *logs, TOLERANCE)
+    omitted = {"val_step", *(() if one_pass(case) else IN_MICRO_BATCH)}
+    if case.weights == "some are zero":  # `sp` makes no backward pass for weight 0
+        omitted.add("before_backward")
+    mine, theirs = ([call for call in one["calls"] if call[0] not in omitted] for one in (expected, rank))
+    found += _first_unlike(f"{sides}: calls", mine, theirs, TOLERANCE)
     for name, rows in expected["outputs"].items():
         if name.startswith("on_end_train_step"):
             continue
         theirs = rank["outputs"].get(name, [])
         pair = (sorted(rows), sorted(theirs)) if name.startswith("on_end_train_epoch") else (rows, theirs)
-        found += _unlike(f"{what}: {name}", *pair, TOLERANCE)
+        found += _unlike(f"{sides}: {name}", *pair, TOLERANCE)
     if number == 0 and not case.unlike_start and rank["random"] != expected["random"]:
-        found.append(f"{what}: other random numbers")
+        found.append(f"{sides}: different random numbers")
     return found
 
 
 def _joined_outputs(case: Case, expected: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Outputs of a step are those of the rank's own samples: all ranks together have those of `sp`."""
+    """Outputs of a step belong to the samples of the rank: all ranks together have those of `sp`."""
     found = []
-    in_order = case.ordered and case.data not in (
-        "length groups",
-        "several loaders",
-    )  # of whose rows each rank has others
+    in_order = case.ordered and case.data not in ("length groups", "several loaders")  # whose rows are interleaved
     for name, rows in expected["outputs"].items():
         if name.startswith("on_end_train_step"):
             theirs = [row for rank in ranks for row in rank["outputs"].get(name, [])]
@@ -241,30 +227,30 @@ def _is_close(one: Any, other: Any, tolerance: float) -> bool:
     return one == other or abs(one - other) <= tolerance * max(1.0, abs(one), abs(other))
 
 
-def _unlike(what: str, one: Any, other: Any, tolerance: float) -> list[str]:
+def _unlike(name: str, one: Any, other: Any, tolerance: float) -> list[str]:
     """The first place in which two values differ."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in dict.fromkeys([*one, *other]):
-            if found := _unlike(f"{what} {key}", one.get(key, "nothing"), other.get(key, "nothing"), tolerance):
+            if found := _unlike(f"{name} {key}", one.get(key, "nothing"), other.get(key, "nothing"), tolerance):
                 return found
         return []
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
-            return [f"{what}: {len(one)} and {len(other)} items: {_short(one)} and {_short(other)}"]
+            return [f"{name}: {len(one)} and {len(other)} items: {_short(one)} and {_short(other)}"]
         for position, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-            if found := _unlike(f"{what} {position}", mine, theirs, tolerance):
+            if found := _unlike(f"{name} {position}", mine, theirs, tolerance):
                 return found
         return []
-    return [] if _is_close(one, other, tolerance) else [f"{what}: {_short(one)} and {_short(other)}"]
+    return [] if _is_close(one, other, tolerance) else [f"{name}: {_short(one)} and {_short(other)}"]
 
 
-def _first_unlike(what: str, one: Iterable[Any], other: Iterable[Any], tolerance: float) -> list[str]:
-    """The first call in which two sides differ, with those before it."""
+def _first_unlike(name: str, one: Iterable[Any], other: Iterable[Any], tolerance: float) -> list[str]:
+    """The first different call of two sides, with the calls before it."""
     before: list[str] = []
     for position, (mine, theirs) in enumerate(zip_longest(one, other)):
         if _unlike("", mine, theirs, tolerance):
             return [
-                f"{what} {position} (after {'; '.join(before[-3:]) or 'none'}): {_short(mine)} and {_short(theirs)}"
+                f"{name} {position} (after {'; '.join(before[-3:]) or 'none'}): {_short(mine)} and {_short(theirs)}"
             ]
         before.append(f"{mine[0]} {mine[1] if len(mine) > 1 else ''}")
     return []
@@ -273,12 +259,3 @@ def _first_unlike(what: str, one: Iterable[Any], other: Iterable[Any], tolerance
 def _short(value: Any, most: int = 300) -> str:
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-__all__ = ["RankBattery", "compare"]

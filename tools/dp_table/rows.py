@@ -18,13 +18,13 @@ class Row:
     """One published result.
 
     Attributes:
-        name: of the row, as an argument of the tool.
-        title: of the row in the table.
-        source: where result and hyper-parameters were published.
+        name: the argument of the tool.
+        title: the title in the table.
+        source: the address of the published result and hyper-parameters.
         published_accuracy: on MNIST's test set, in percent.
         published_epsilon: at delta 1e-5.
         architecture: `"opacus"`, `"cnn"` or `"linear"`.
-        batch: expected records a step.
+        batch: the expected number of records of a step.
         steps_per_epoch: as published, of 60,000 records.
         epochs: as published.
         learning_rate: of SGD.
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def steps(self) -> int:
-        """Of a whole run."""
+        """The number of steps of a whole run."""
         return self.steps_per_epoch * self.epochs
 
 

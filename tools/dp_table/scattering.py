@@ -32,7 +32,7 @@ def _gabor(sigma: float, theta: float, xi: float, slant: float) -> np.ndarray:
 
 
 def _morlet(scale: int, direction: int) -> np.ndarray:
-    """The Fourier transform of a wavelet: a Gabor function less as much of its envelope as makes its mean zero."""
+    """The Fourier transform of a wavelet: a Gabor function minus a multiple of its envelope, with mean zero."""
     theta = (DIRECTIONS // 2 - 1 - direction) * math.pi / DIRECTIONS
     sigma, xi, slant = 0.8 * 2**scale, 0.75 * math.pi / 2**scale, 4 / DIRECTIONS
     wave, envelope = _gabor(sigma, theta, xi, slant), _gabor(sigma, theta, 0.0, slant)
@@ -47,7 +47,7 @@ def _at_half_resolution(spectrum: np.ndarray) -> np.ndarray:
 
 
 class Scattering:
-    """Turns images into features."""
+    """Computes features of images."""
 
     def __init__(self) -> None:
         psi = np.stack([[_morlet(scale, direction) for direction in range(DIRECTIONS)] for scale in range(SCALES)])

@@ -1,4 +1,4 @@
-"""One run of a row."""
+"""Train a row of the table once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainstack.backends.dp import SharedUse, SpendLedger, epsilon_of
 
 DELTA = 1e-5
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
-"""Of MNIST, known to everybody: Opacus' example normalizes by them without noise."""
+"""Public constants of MNIST: Opacus' example normalizes by them without noise."""
 
 
 class Arrays(Dataset[Any]):
@@ -42,11 +42,11 @@ class Arrays(Dataset[Any]):
 
 
 class Standardized(nn.Module):
-    """Channels less their mean, over their standard deviation; constants, no parameters.
+    """Channels minus their mean, divided by their standard deviation; these are buffers, not parameters.
 
     Args:
         mean: of each channel.
-        variance: of each channel; a channel with none is left out.
+        variance: of each channel; a channel with variance 0 becomes 0.
     """
 
     def __init__(self, mean: np.ndarray, variance: np.ndarray) -> None:
@@ -100,7 +100,7 @@ class Result:
         accuracy: on the test set after the last step, in percent.
         epsilon: of all mechanisms together, by the accountant "prv".
         epsilon_rdp: the same by "rdp".
-        steps: that were released.
+        steps: the number of released steps.
     """
 
     accuracy: float
@@ -110,13 +110,13 @@ class Result:
 
 
 def run(row: Row, seed: int, images: Images, cache: Path, folder: Path, max_steps: int | None = None) -> Result:
-    """Train `row` once, or continue the run that `folder` holds.
+    """Train `row` once, or continue the run in `folder`.
 
     Args:
         row: the model and its hyper-parameters.
         seed: of the initial weights; noise and samples come from the operating system.
         images: the training and test data.
-        cache: keeps features.
+        cache: the folder for features.
         folder: of the run.
         max_steps: fewer steps than published.
     """

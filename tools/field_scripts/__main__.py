@@ -2,11 +2,11 @@
 
     python -m tools.field_scripts                  all scripts; a table, and exit status 1 if one differs
     python -m tools.field_scripts vae dcgan        some of them
-    python -m tools.field_scripts --list           the scripts, nothing is run
+    python -m tools.field_scripts --list           the scripts, without running them
 
 The plain loops have the structure of the public scripts: networks and data are small and synthetic, with the shapes of
-the originals. Both sides use the same order of samples. `loop` counts the lines of the plain loop that the port does
-not have, `port` those that it adds.
+the originals. Both sides use the same order of samples. `loop` counts the lines that are only in the plain loop,
+`port` those that are only in the port.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SCRIPTS = (
     Script("dcgan", "pytorch/examples dcgan", "yield loss, optimizer: two updates in a step"),
     Script("siamese_network", "pytorch/examples siamese_network", "random pairs are drawn by (seed, epoch, index)"),
     Script("mnist_forward_forward", "pytorch/examples mnist_forward_forward", "yield; no layer may override train()"),
-    Script("regression", "pytorch/examples regression", "max_steps for data without end; StopTraining at the goal"),
+    Script("regression", "pytorch/examples regression", "max_steps for endless data; StopTraining at the goal"),
     Script("time_sequence_prediction", "pytorch/examples time_sequence_prediction", "L-BFGS needs no closure"),
     Script("reinforce", "pytorch/examples reinforcement_learning", "TensorDataset(torch.arange(EPISODES))"),
     Script("actor_critic", "pytorch/examples reinforcement_learning", "TensorDataset(torch.arange(EPISODES))"),
@@ -59,7 +59,7 @@ SCRIPTS = (
     Script("glue", "huggingface/transformers run_glue_no_trainer", "self.plan.total_steps for the schedule"),
     Script("fsdp2", "pytorch/examples distributed/FSDP2", 'backend="fsdp" in two processes'),
 )
-WITHOUT_COUNTERPART = {"mnist_hogwild": "processes update shared weights without order: no run has the bits of another"}
+WITHOUT_COUNTERPART = {"mnist_hogwild": "processes update shared weights without order: no two runs have equal bits"}
 
 
 def script(name: str) -> ModuleType:
@@ -68,7 +68,7 @@ def script(name: str) -> ModuleType:
 
 
 def largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Of two lists of tensors with the same shapes: 0 for equal bits, inf for nan."""
+    """The largest difference of two lists of tensors with equal shapes: 0 for equal bits, inf for nan."""
     assert [tensor.shape for tensor in one] == [tensor.shape for tensor in other]
     if all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
         return 0.0
@@ -77,7 +77,7 @@ def largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def changed_lines(module: ModuleType) -> tuple[int, int]:
-    """The lines of the plain loop that the port does not have, and those that only the port has."""
+    """The numbers of lines that only the plain loop has, and that only the port has."""
 
     def lines(of: Callable[..., Any] | type) -> list[str]:
         return [line.strip() for line in inspect.getsource(of).splitlines() if line.strip()]
@@ -90,15 +90,15 @@ def changed_lines(module: ModuleType) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the scripts; 1 if one differs."""
+    """Run the scripts; returns 1 if one differs."""
     parser = argparse.ArgumentParser(prog="tools.field_scripts", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="scripts; all without one")
-    parser.add_argument("--list", action="store_true", help="print the scripts, and run none")
+    parser.add_argument("names", nargs="*", help="scripts (default: all)")
+    parser.add_argument("--list", action="store_true", help="print the scripts without running them")
     given = parser.parse_args(argv)
     known = [one.name for one in SCRIPTS]
     if unknown := sorted(set(given.names) - set(known)):
         parser.error(f"no script {', '.join(unknown)}; there are {', '.join(known)}")
-    torch.set_num_threads(1)  # the sums of both have the same order
+    torch.set_num_threads(1)  # so both sides add in the same order
     failed = False
     print(f"{'script':<26}{'loop':>5}{'port':>5}  {'difference':<12}{'seconds':>7}  note")
     for one in SCRIPTS:

@@ -1,4 +1,4 @@
-"""Functions that all ports share."""
+"""Functions for all ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainstack import DefaultCheckpointerArguments, ModuleInterface, Trainer, T
 
 
 def weights_of(*models: nn.Module) -> list[Tensor]:
-    """Copies of the parameters and buffers of `models`, in their order; of sharded ones the whole tensors."""
+    """Copies of the parameters and buffers of `models`, in their order; sharded tensors are gathered."""
     tensors = [tensor for model in models for tensor in model.state_dict().values()]
     whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return [tensor.detach().clone() for tensor in whole]
@@ -50,7 +50,7 @@ def train(module: ModuleInterface, *, validate_first: bool = False, **arguments:
 
     Args:
         module: the port.
-        validate_first: validate before the first step too.
+        validate_first: also validate before the first step.
         **arguments: fields of `TrainerArguments`.
     """
     with tempfile.TemporaryDirectory() as folder:

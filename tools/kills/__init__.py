@@ -1,1 +1,1 @@
-"""Trainings that are killed and have to end with the bits of those that are not."""
+"""Kill trainings; resumed ones have to end with the bits of unbroken ones."""

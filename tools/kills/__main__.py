@@ -1,10 +1,10 @@
-"""Kill trainings at random moments, saves included, and compare the results of the resumed ones.
+"""Kill trainings at random moments, also during saves, and compare the results of the resumed ones.
 
     make kills                                   200 SIGKILLs
     python -m tools.kills --kills 12 --seed 3    fewer, at other moments
 
-Every backend saves in the foreground and in the background. Processes are forks of one that has imported torch and does
-nothing else. Exit code 1 if any bit differs.
+Every backend saves in the foreground and in the background. Processes are forks of a process that only imports torch.
+The exit status is 1 if any bit differs.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from trainstack.verifying.trials import TrialSetup, run_trials
 
 BACKENDS = ("sp", "sp-amp", "ddp")
 LATER = ("torch._dynamo", "torch.onnx", "torch.distributed.algorithms.join", "numpy.random")
-"""Modules that torch imports with the first optimizer, which takes seconds."""
+"""Modules that torch imports with the first optimizer, in seconds."""
 TIMEOUT_S = 120.0
 HEAD = "backend  saving      kills  while saving  within an epoch  trainings  seconds  result"
 
 
 def preloaded(*modules: str) -> Any:
-    """Starts processes as forks of one that has imported everything, and `modules`."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
+    """A context that starts processes as forks of one with the imports of the tools and of `modules`."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # the server reads it when it imports torch
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.kills.stateful", "tools.kills.training", *LATER, *modules])
     return context
 
 
 def shares(kills: int, parts: int) -> list[int]:
-    """`kills` cut into `parts` of nearly the same size."""
+    """`kills` divided into `parts` numbers that differ by at most 1."""
     return [kills // parts + (part < kills % parts) for part in range(parts)]
 
 
 def is_proved(report: ts.ResumeReport) -> bool:
-    """Whether kills have struck that count, and no bit differs."""
+    """Whether there are kills that count, and no bit differs."""
     return report.divergence is None and report.counting > 0 and not report.blind_to
 
 
@@ -63,7 +63,7 @@ def row(report: ts.ResumeReport, async_save: bool, seconds: float) -> str:
 
 
 def run(cases: Sequence[tuple[str, bool]], kills: int, seed: int, verbose: bool = False) -> bool:
-    """Kill trainings of these backends, with saves in the background or not; whether all ended with the same bits."""
+    """Kill trainings of `cases`, pairs of backend and `async_save`; whether all ended with the same bits."""
     draw, folder, all_same = random.Random(seed), Path(tempfile.mkdtemp(prefix="trainstack-kills-")), True
     context, began = preloaded(), time.monotonic()
     print(HEAD, flush=True)
@@ -94,9 +94,9 @@ def run(cases: Sequence[tuple[str, bool]], kills: int, seed: int, verbose: bool 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; the exit code."""
+    """Run the kills; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.kills", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, help="over all backends together; 200 by default")
+    parser.add_argument("--kills", type=int, default=200, help="kills of all backends together (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--verbose", action="store_true", help="print every kill")
     given = parser.parse_args(arguments)

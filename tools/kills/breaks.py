@@ -1,9 +1,9 @@
-"""Show that the campaign finds a component of the state that is not restored.
+"""Show that the campaign finds each component of the state that is not restored.
 
     python -m tools.kills.breaks
 
-Each row alters one value of one component of the checkpoint from which a killed training continues, as a library would
-that forgets it. The training `steady` then has to end with other bits, or to refuse. Exit code 1 if one is not found.
+Each row alters one value of one component in the checkpoint from which a killed training continues. The training
+`steady` then has to end with other bits, or to refuse. The exit status is 1 if one component is not found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPONENTS: dict[str, tuple[str, str]] = {
     "random states": ("rng_state", "torch"),
     "the history": ("history_state", "values"),
 }
-"""The place of a component: the field of the checkpoint, and a word in the path of one of its values."""
+"""For each component the field of the checkpoint, and a word in the path of one of its values."""
 
 
 class Break:
@@ -54,18 +54,18 @@ class Break:
         def broken(saver: Saver) -> Checkpoint:
             checkpoint = load(saver)
             if checkpoint.global_step:
-                for field in (self.field, "rank_states"):  # which has the state that differs between ranks
+                for field in (self.field, "rank_states"):  # the last one has the state that differs between ranks
                     if alter(getattr(checkpoint, field), self.word):
                         break
                 else:
-                    raise LookupError(f"the checkpoint has nothing with {self.word!r} in {self.field}")
+                    raise LookupError(f"the checkpoint has no value with {self.word!r} in {self.field}")
             return checkpoint
 
         Saver.load = broken  # type: ignore[method-assign]
 
 
 def alter(tree: Any, word: str) -> bool:
-    """Alter the first value whose path has `word` as a key; whether there is one."""
+    """Alter the first value whose path has `word` as a key; returns whether there is one."""
     for path, holder, key in _leaves(tree, ()):
         if any(word == part or part.endswith(f".{word}") for part in map(str, path)):
             value = holder[key]
@@ -94,14 +94,14 @@ def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 
 
 def find(name: str, break_with: Callable[[], None] | None, folder: Path) -> bool:
-    """Whether the campaign ends with other bits or a refusal under this break; prints a line."""
+    """Print a line, and return whether the campaign ends with other bits or a refusal."""
     outcome = attempt(Subject("steady", "sp", False), 1, random.Random(name), folder, break_with)
     print(f"{name:<28} {outcome.result:<10} {outcome.words[:150]}", flush=True)
     return outcome.result in ("different", "refused")
 
 
 def main() -> int:
-    """Run all of it; the exit code."""
+    """Run all rows; returns the exit status."""
     with tempfile.TemporaryDirectory(prefix="trainstack-breaks-") as root:
         unbroken = find("nothing is broken", None, Path(root, "0"))
         missed = [

@@ -1,12 +1,12 @@
-"""Kill trainings of modules that keep state in many places, and compare every bit of the results of the resumed ones.
+"""Kill trainings of modules with state in many places, and compare every bit of the results of the resumed ones.
 
     python -m tools.kills.campaign                          120 SIGKILLs that count
     python -m tools.kills.campaign --cases curriculum,fitted --kills 12 --seed 3 --verbose
     python -m tools.kills.campaign --list
 
-Compared are the last checkpoints (weights, buffers, optimizer states, counters, random states, history) and the rows
-of metrics.csv. A training that refuses to continue with an error of the library is counted apart. Exit code 1 if a bit
-differs, if a training failed, or if `forgetful`, which forgets a counter, is not found.
+It compares the last checkpoints (weights, buffers, optimizer states, counters, random states, history) and the rows of
+metrics.csv. A training that refuses to continue with an error of the library is counted separately. The exit status is
+1 if a bit differs, if a training failed, or if `forgetful`, which does not save a counter, is not found.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Subject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result: "same", "different", "refused", "failed" or "not proved", and in words."""
+    """The result, "same", "different", "refused", "failed" or "not proved", and a description."""
 
     result: str
     words: str
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 def compare_logs(one: Path, other: Path) -> Divergence | None:
-    """As `compare`, and then the rows of metrics.csv."""
+    """Like `compare`, and then the rows of metrics.csv."""
     parting = compare(one, other)
     if parting is not None:
         return parting
@@ -70,9 +70,9 @@ _NORM = "train/grad_norm"
 
 
 def compare_unordered(one: Path, other: Path) -> Divergence | None:
-    """As `compare_logs`, without values that depend on the order of parameters: lists of names, last bits of norms.
+    """Like `compare_logs`, without values that depend on the order of parameters: lists of names, last bits of norms.
 
-    The norm is a sum in the order in which the module has its parameters, as `torch.nn.utils.clip_grad_norm_` makes it.
+    The norm is a sum in the order of the parameters of the module, as in `torch.nn.utils.clip_grad_norm_`.
     """
     ends = [checkpoints_of(place)[-1] for place in (one, other)]
     found = list(differences(*(_without_order(read_states(end.path)[1]) for end in ends)))
@@ -109,7 +109,7 @@ def attempt(
     folder: Path,
     break_with: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Kill the trainings of one subject. `break_with` breaks the library in each of its processes."""
+    """Kill the trainings of one subject. Each of its processes calls `break_with`, which breaks the library."""
     setup = TrialSetup(
         backend=subject.backend,
         nproc=2 if subject.backend == "ddp" else None,
@@ -136,7 +136,7 @@ def attempt(
 
 
 def run(subjects: Sequence[Subject], kills: int, seed: int, verbose: bool = False) -> dict[Subject, Outcome]:
-    """Kill trainings of all subjects, `kills` times together, and print a line for each."""
+    """Kill trainings of all subjects, `kills` times in total, and print a line for each."""
     print(HEAD, flush=True)
     root, found, began = Path(tempfile.mkdtemp(prefix="trainstack-campaign-")), {}, time.monotonic()
     for number, (subject, share) in enumerate(zip(subjects, shares(kills, len(subjects)), strict=True)):
@@ -150,7 +150,7 @@ def run(subjects: Sequence[Subject], kills: int, seed: int, verbose: bool = Fals
     struck = sum(outcome.report.counting for outcome in found.values() if outcome.report is not None)
     print(f"{struck} kills that count in {time.monotonic() - began:.0f} s; {_counted(found)}", flush=True)
     if verbose and any(outcome.result != "same" for outcome in found.values()):
-        print(f"the trainings are kept in {root}")
+        print(f"the trainings are in {root}")
     else:
         shutil.rmtree(root)
     return found
@@ -173,17 +173,17 @@ def _counted(found: dict[Subject, Outcome]) -> str:
 
 
 def is_good(subject: Subject, outcome: Outcome) -> bool:
-    """Whether the outcome is that of the contract."""
+    """Whether the outcome is the expected one."""
     return outcome.result == ("different" if subject.case == "forgetful" else "same")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; the exit code."""
+    """Run the campaign; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.kills.campaign", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=120, help="that count, over all cases together; 120 by default")
+    parser.add_argument("--kills", type=int, default=120, help="kills that count, of all cases together (default: 120)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--cases", default="", help="names with commas; by default all")
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="with commas; by default all")
+    parser.add_argument("--cases", default="", help="names with commas (default: all)")
+    parser.add_argument("--backends", default=",".join(BACKENDS), help="backends with commas (default: both)")
     parser.add_argument("--verbose", action="store_true", help="print every kill, and keep trainings that differ")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     given = parser.parse_args(arguments)

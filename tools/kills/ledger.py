@@ -3,10 +3,10 @@
     python -m tools.kills.ledger                        40 SIGKILLs
     python -m tools.kills.ledger --kills 4 --seed 3     fewer, at other moments
 
-Several runs train at the same time: some are resumed where they were killed, some begin in a copy of another run's
-folder, some are branches next to their first run, some begin again. Each run notes every step of its optimizer
-in its own file: from then on its result may have been seen. Exit code 1 if the ledger has fewer steps than were made,
-or more than 16 for each kill beyond them, or if a statement on the disk is below the ledger.
+Several runs train at the same time: some resume a killed run, some begin in a copy of another run's folder, some begin
+in a new folder. Each process records every step of its optimizer in a separate file: the step is released then. The
+exit status is 1 if the ledger has fewer steps than were released, or more than 16 additional ones for each kill, or if
+a statement on the disk is below the ledger.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from trainstack.backends.dp import SpendLedger, epsilon_of
 from trainstack.backends.dp.ledger import BLOCK
 
 TOGETHER = 2
-"""Runs that train at the same time."""
+"""The number of runs that train at the same time."""
 TIMEOUT_S = 120.0
 
 
 class Result(NamedTuple):
-    """The recorded and the released steps."""
+    """The numbers of recorded and released steps, and the problems."""
 
     kills: int
     runs: int
@@ -45,9 +45,9 @@ class Result(NamedTuple):
 
 
 def run(place: Path, kills: int, seed: int) -> Result:
-    """Kill so many trainings under `place`, and compare after each kill."""
+    """Kill `kills` trainings in folders of `place`, and compare after each kill."""
     draw, ledger, killed, folders = random.Random(seed), place / "dataset.ledger", 0, [place / "run-0"]
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
+    os.environ["OMP_NUM_THREADS"] = "1"  # the server reads it when it imports torch
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.kills.private", *LATER])
     problems: list[str] = []
@@ -75,7 +75,7 @@ def run(place: Path, kills: int, seed: int) -> Result:
 
 
 def _choose(draw: random.Random, place: Path, folders: list[Path], count: int) -> list[Path]:
-    """Folders for the next runs, all different: of killed runs, copies of them, or new ones."""
+    """Different folders for the next runs: of killed runs, copies of them, or new ones."""
     chosen: list[Path] = []
     while len(chosen) < count:
         kind, folder = draw.choice(["resumed", "resumed", "copy", "new"]), draw.choice(folders)
@@ -94,7 +94,7 @@ def _wait_for(truth: Path, steps: int, child: Any) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while (truth.stat().st_size if truth.exists() else 0) < steps:
         if not child.is_alive() or time.monotonic() > deadline:
-            raise SystemExit(f"the training of {truth.name} takes no steps")
+            raise SystemExit(f"the training of {truth.name} makes no steps")
         time.sleep(0.0005)
 
 
@@ -103,18 +103,18 @@ def _released(place: Path) -> int:
 
 
 def _below(ledger: Path, folders: list[Path]) -> list[str]:
-    """Statements of the runs killed last with fewer steps than the ledger has of them."""
+    """Statements of the last killed runs with a smaller epsilon than the ledger."""
     book, found = SpendLedger(ledger), []
     for folder in folders:
-        told = ts.PrivacyStatement.from_json((folder / "privacy_statement.json").read_text())
-        spent = epsilon_of(book.spent(told.run), DELTA, "rdp")
-        if told.epsilon is None or told.epsilon < spent:
-            found.append(f"{folder.name} states {told.epsilon}, the ledger has {spent}")
+        stated = ts.PrivacyStatement.from_json((folder / "privacy_statement.json").read_text())
+        spent = epsilon_of(book.spent(stated.run), DELTA, "rdp")
+        if stated.epsilon is None or stated.epsilon < spent:
+            found.append(f"{folder.name} states {stated.epsilon}, the ledger has {spent}")
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; the exit code."""
+    """Run the battery; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.kills.ledger", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     over = found.recorded - found.released
     print(
         f"{found.kills} kills, {found.runs} runs in {found.folders} folders: {found.released} steps released, "
-        f"{found.recorded} recorded, {over / found.kills:.1f} too many a kill; {time.monotonic() - begin:.0f} s"
+        f"{found.recorded} recorded, {over / found.kills:.1f} too many per kill; {time.monotonic() - begin:.0f} s"
     )
     print("\n".join(found.problems) or "never below the released steps")
     if not found.problems:

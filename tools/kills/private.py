@@ -15,7 +15,7 @@ RECORDS, BATCH, SIGMA, DELTA = 200, 4, 1.0, 1e-4
 
 
 class Noted(torch.optim.SGD):
-    """Notes each step in the file of its process."""
+    """Records each step in the file of its process."""
 
     truth = -1
 
@@ -25,7 +25,7 @@ class Noted(torch.optim.SGD):
 
 
 def train(folder: str, ledger: str, truth: str) -> None:
-    """A run in `folder`, resumed if it has a checkpoint, that is meant to be killed."""
+    """Train in `folder`, from its newest checkpoint if there is one; the battery kills this process."""
     Noted.truth = os.open(truth, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     inputs = torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))
     module = ts.SupervisedModule(

@@ -3,8 +3,9 @@
     python -m tools.kills.remote                     40 SIGKILLs within an upload
     python -m tools.kills.remote --kills 6 --seed 3
 
-The server is moto's (pip install 'moto[server]' s3fs); it runs on this machine. After each kill every checkpoint that
-the store lists is downloaded and verified. Exit code 1 if one is damaged, or if any bit differs at the end.
+The server is that of moto (pip install 'moto[server]' s3fs) on this machine. After each kill the tool downloads and
+verifies every checkpoint that the store lists. The exit status is 1 if one is damaged, or if any bit differs at the
+end.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ HEAD = "training  kills  half uploaded  begun from steps"
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """A server of moto with an empty bucket, and the environment that leads s3fs to it; gives its URL."""
+    """A block with a server of moto, an empty bucket, and an environment in which s3fs uses it; yields its URL."""
     url = f"http://127.0.0.1:{free_port()}"
     given = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
     before, ends = dict(os.environ), time.monotonic() + 60
@@ -67,7 +68,7 @@ def s3_server() -> Iterator[str]:
 
 
 def train_logged(address: str, local: str, output: str) -> None:
-    """`train` in a new process, which prints into the file `output`."""
+    """Call `train` in a new process, with the file `output` for its streams."""
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -97,7 +98,7 @@ def train(address: str, local: str) -> None:
 
 
 def damaged(address: str) -> tuple[list[str], int]:
-    """The faults of the checkpoints at `address`, each of which is downloaded; and how many are half uploaded."""
+    """Download the checkpoints at `address`; returns their faults, and the number of partially uploaded ones."""
     listing, problems = list_entries(ObjectStore(address)), []
     problems += [str(error) for error in listing.broken.values()]
     with tempfile.TemporaryDirectory() as folder:
@@ -110,12 +111,12 @@ def damaged(address: str) -> tuple[list[str], int]:
 
 
 def is_uploading(local: Path) -> bool:
-    """Whether a checkpoint is being uploaded: it has a folder of links then."""
+    """Whether an upload is running: the checkpoint has a folder of links then."""
     return any(path.is_dir() for path in local.glob("checkpoints/.tmp-*"))
 
 
 def kill_once(context: Any, address: str, local: Path, draw: random.Random) -> bool:
-    """Train on the empty disk `local` and kill that within an upload; False if it ended before."""
+    """Train on the empty disk `local` and kill the training within an upload; False if it ended before."""
     process = start(context, address, local)
     uploads, ends = draw.randrange(1, 12), time.monotonic() + TIMEOUT_S
     was = False
@@ -156,7 +157,7 @@ def train_in(context: Any, address: str, local: Path) -> None:
 
 
 def run(kills: int, seed: int) -> bool:
-    """Kill trainings `kills` times within an upload; whether nothing was damaged and all ended with the same bits."""
+    """Kill trainings `kills` times within an upload; whether none was damaged and all ended with the same bits."""
     draw, root, good = random.Random(seed), Path(tempfile.mkdtemp(prefix="trainstack-remote-")), True
     began, struck, half = time.monotonic(), 0, 0
     with s3_server():
@@ -193,7 +194,7 @@ def run(kills: int, seed: int) -> bool:
             words = "the same bits" if not found else f"NOT THE SAME: {found[0]}"
             print(f"{number:>8}  {here:>5}  {torn:>13}  {', '.join(map(str, steps)):<20}  {words}", flush=True)
     print(
-        f"{struck} kills, {half} of them left a half uploaded checkpoint, {time.monotonic() - began:.0f} s: "
+        f"{struck} kills, {half} of them with a partially uploaded checkpoint, {time.monotonic() - began:.0f} s: "
         f"{'nothing damaged, the same bits' if good else 'FAILED'}"
     )
     if good:
@@ -202,9 +203,9 @@ def run(kills: int, seed: int) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; the exit code."""
+    """Run the battery; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.kills.remote", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=40, help="that fall into an upload; 40 by default")
+    parser.add_argument("--kills", type=int, default=40, help="kills within an upload (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     given = parser.parse_args(arguments)
     if given.kills < 1:

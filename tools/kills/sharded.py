@@ -1,11 +1,11 @@
-"""Kill ranks that write sharded checkpoints at random moments, and look at their files.
+"""Kill ranks that write sharded checkpoints, at random moments, and check their files.
 
     python -m tools.kills.sharded                        60 SIGKILLs
     python -m tools.kills.sharded --kills 6 --seed 3     fewer, at other moments
 
-Every second kill strikes one rank, and a moment later the others, as a launcher does; the other kills strike all ranks
-at once. Runs save in the foreground and in the background. After each kill every checkpoint is read, byte by byte, and
-none that was reported as safe may be missing; then the run continues from the newest. Exit code 1 if one is damaged or
+Every second kill hits one rank first and then the others, as a launcher does; the other kills hit all ranks at once.
+Runs save in the foreground and in the background. After each kill every checkpoint is verified, and none that was
+reported as safe may be missing; then the run continues from the newest. The exit status is 1 if one is damaged or
 missing, or if a run does not end with the bits of an unbroken one.
 """
 
@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import trainstack as ts
+from tests.helpers.processes import free_port
 from tools.kills.__main__ import LATER
 from tools.kills.training import Heavy
 from tools.ranks.pool import world_environment
@@ -33,7 +33,7 @@ from trainstack.checkpointing import list_checkpoints, verify_checkpoint
 from trainstack.checkpointing.temp_dirs import TEMPORARY
 
 SIZE = 3
-"""Ranks."""
+"""The number of ranks."""
 STEPS = 75
 SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 TIMEOUT_S = 120.0
@@ -49,10 +49,10 @@ class Result(NamedTuple):
 
 
 def train(place: str, async_save: bool, environment: dict[str, str]) -> None:
-    """Train `Heavy` in `place` as one rank; rank 0 notes each checkpoint that is safe, and the digest at the end."""
+    """Train `Heavy` in `place` as one rank; rank 0 records each safe checkpoint, and the final weights."""
     os.environ.update(environment)
     said = os.open(Path(place) / f"rank-{environment['RANK']}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(said, 2)  # those that survive another rank say much
+    os.dup2(said, 2)  # ranks that survive another one print much
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module = Heavy()
@@ -80,15 +80,15 @@ def train(place: str, async_save: bool, environment: dict[str, str]) -> None:
             file.write(f"{Path(path).name}\n")
 
     trainer.train()
-    digest = [p.full_tensor().detach() for p in module.parameters()]
+    weights = [p.full_tensor().detach() for p in module.parameters()]
     if environment["RANK"] == "0":
-        torch.save(digest, Path(place) / "end.pt")
+        torch.save(weights, Path(place) / "end.pt")
     trainer.close()
 
 
 def run(place: Path, kills: int, seed: int) -> Result:
-    """Kill so many times under `place`, in two runs, and compare both with an unbroken run."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported there
+    """Kill `kills` times in two runs in folders of `place`, and compare both with an unbroken run."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # the server reads it when it imports torch
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.kills.training", *LATER, *SHARDING])
     draw, struck, writing, problems = random.Random(seed), 0, 0, list[str]()
@@ -114,10 +114,7 @@ def run(place: Path, kills: int, seed: int) -> Result:
 
 def _start(context: Any, folder: Path, async_save: bool) -> list[Any]:
     folder.mkdir(exist_ok=True)
-    with socket.socket() as listener:  # a port that is free now
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    environments = world_environment(SIZE, port)
+    environments = world_environment(SIZE, free_port())
     ranks = [context.Process(target=train, args=(str(folder), async_save, one)) for one in environments]
     for rank in ranks:
         rank.start()
@@ -125,7 +122,7 @@ def _start(context: Any, folder: Path, async_save: bool) -> list[Any]:
 
 
 def _strike(draw: random.Random, folder: Path, ranks: list[Any], before: int, *, alone: bool) -> bool:
-    """Wait for some checkpoints, and kill; whether the run had ended."""
+    """Wait for some checkpoints, and kill; returns whether the run had ended."""
     wanted, deadline = before + draw.randrange(0, 6), time.monotonic() + TIMEOUT_S
     while len(_safe(folder)) < wanted and all(rank.is_alive() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -142,7 +139,7 @@ def _strike(draw: random.Random, folder: Path, ranks: list[Any], before: int, *,
 
 
 def _inspect(folder: Path, last: int, problems: list[str]) -> int:
-    """Verify all checkpoints; the step of the newest checkpoint."""
+    """Verify all checkpoints; returns the step of the newest."""
     found = (
         [one for one in list_checkpoints(folder / "checkpoints") if one.kind == "checkpoint"]
         if (folder / "checkpoints").is_dir()
@@ -184,7 +181,7 @@ def _equal(one: Path, other: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all of it; the exit code."""
+    """Run the battery; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.kills.sharded", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

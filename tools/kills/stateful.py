@@ -1,4 +1,4 @@
-"""Modules that keep state in every place where users keep it, and callbacks that do."""
+"""Modules and callbacks with state in all places that users choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES, BATCH, WIDTH, FEATURES, EPOCHS = 64, 8, 32, 6, 3
 
 
 def rank() -> int:
-    """Of this process."""
+    """The rank of this process."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -44,7 +44,7 @@ class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class OwnGenerators(Numbers):
-    """Augments with generators that belong to the dataset."""
+    """Augments with generators of the dataset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class OwnGenerators(Numbers):
 
 
 class Plain(ts.ModuleInterface):
-    """A regression with dropout, AdamW and a validation; the values that a subclass keeps in `kept` are its state."""
+    """A regression with dropout, AdamW and a validation; the attributes in `kept` of a subclass are its state."""
 
     kept: tuple[str, ...] = ()
 
@@ -76,7 +76,7 @@ class Plain(ts.ModuleInterface):
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
         options: dict[str, Any] = {"sampler": sampler(self.data), "batch_size": batch_size}
-        if self.workers:  # by fork: torch cannot share memory where the tools have a fork server
+        if self.workers:  # by fork: torch cannot share memory in processes of a fork server
             options |= {"num_workers": self.workers, "multiprocessing_context": "fork"}
         return DataLoader(self.data, **options)
 
@@ -114,7 +114,7 @@ def state_of(value: Any) -> Any:
 
 
 class Curriculum(Plain):
-    """Advances in the hook and in the loader method that begin an epoch; both choose the training data."""
+    """Counts in the hook and in the loader method at the beginning of an epoch; both choose the training data."""
 
     kept = ("level", "loaders", "draws")
 
@@ -137,7 +137,7 @@ class Curriculum(Plain):
 
 
 class OfItsRank(Plain):
-    """Each rank draws noise from its own generator; the dataset has generators too, and workers."""
+    """Each rank draws noise from a separate generator; the dataset has generators and workers, too."""
 
     kept = ("noise", "seen")
 
@@ -155,7 +155,7 @@ class OfItsRank(Plain):
 class Shuffled(Plain):
     """Registers layers and gives parameters to the optimizers in another order in each process; buffers are assigned.
 
-    PYTHONHASHSEED gives the order, as that of a set of strings would.
+    The order depends on PYTHONHASHSEED, like that of a set of strings.
     """
 
     def build(self) -> None:
@@ -176,7 +176,7 @@ class Shuffled(Plain):
         return [adam, sgd], []
 
     def value(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The prediction; the parts come in the order of their names."""
+        """The prediction, by the parts in the order of their names."""
         for name in self.names:
             inputs = torch.tanh(getattr(self, name)(inputs))
         return inputs.sum(1, keepdim=True)
@@ -217,7 +217,7 @@ class Plateau(Plain):
 
 
 class Steady(Plateau):
-    """State in many places, and nothing in hooks that begin an epoch."""
+    """State in many places, without hooks at the beginning of an epoch."""
 
     kept = ("seen", "noise")
 
@@ -234,7 +234,7 @@ class Steady(Plateau):
 
 
 class Forgetful(Plain):
-    """Keeps a counter that no checkpoint has: a campaign has to find it."""
+    """Has a counter that no checkpoint contains: a campaign has to find it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Forgetful(Plain):
 
 
 class Counts(ts.Callback):
-    """Counts the calls at begins and steps, by rank, and keeps notes in `user_state`."""
+    """Counts epochs and steps, by rank, and stores a count in `user_state`."""
 
     def __init__(self) -> None:
         self.begun, self.steps, self.noise = 0, rank(), torch.Generator().manual_seed(7 + rank())
@@ -270,7 +270,7 @@ class Counts(ts.Callback):
 
 
 class Notes(ts.Callback):
-    """Counts steps, and keeps a note of them in `user_state`."""
+    """Counts steps, and stores their sum in `user_state`."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -298,14 +298,14 @@ class Case(NamedTuple):
 CASES = {
     "curriculum": Case(Curriculum, (Counts,)),
     "rank-generators": Case(OfItsRank, (Counts,)),
-    # without clipping: the norm is a sum in the order of the parameters, so another order may change its last bit
+    # Without clipping: the norm is a sum in the order of the parameters, so another order may change its last bit.
     "shuffled": Case(Shuffled, ema=True, arguments={"clip_grads": False}),
     "fitted": Case(Fitted, arguments={"fit_micro_batch": True, "sanity_val_steps": 1}),
     "plateau": Case(Plateau, (Counts,), ema=True),
     "steady": Case(Steady, (Notes,), ema=True),
     "forgetful": Case(Forgetful),
 }
-"""By name. `forgetful` is not a part of the campaign: it has to be found."""
+"""By name. The campaign has to find a difference in `forgetful`, and in no other case."""
 
 
 class Make:
@@ -313,7 +313,7 @@ class Make:
 
     Args:
         name: of the case.
-        break_with: called in the process before it trains, to break the library there on purpose.
+        break_with: called in the process before the training, to break the library there.
     """
 
     def __init__(self, name: str, break_with: Callable[[], None] | None = None) -> None:

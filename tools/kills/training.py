@@ -1,4 +1,4 @@
-"""The training that is killed: saving takes a good share of its time, so that many kills fall into it."""
+"""The killed training: saves take a large part of its time, so that many kills hit them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS_PER_EPOCH = SAMPLES // BATCH
 
 
 class Heavy(ts.ModuleInterface):
-    """Little to compute and much to save: 300,000 parameters with the state of Adam, dropout and a schedule."""
+    """A module with little computation and large saves: 300,000 parameters with Adam, dropout and a schedule."""
 
     def __init__(self) -> None:
         super().__init__()

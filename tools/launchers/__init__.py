@@ -1,1 +1,1 @@
-"""Launchers that are run for real: torchrun over two hosts, SLURM, Ray, submitit and pods."""
+"""Runs of real launchers: torchrun on two hosts, SLURM, Ray, submitit and pods."""

@@ -1,11 +1,11 @@
-"""Run launchers for real, and compare each run with the undisturbed one.
+"""Run real launchers, and compare each run with an undisturbed one.
 
     python -m tools.launchers torchrun slurm ray submitit pods
     python -m tools.launchers slurm --only preempted
 
 Each name has requirements: network namespaces for torchrun, SLURM of Debian for slurm, `pip install
-'trainstack[ray]'` for ray, `pip install submitit` for submitit. A missing one is skipped with the reason. A line is
-printed for each case; the exit status is 1 if one ended in another way than it had to.
+'trainstack[ray]'` for ray, `pip install submitit` for submitit. A missing launcher is skipped with the reason. The tool
+prints a line for each case. The exit status is 1 if one did not end as expected.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tools.launchers.slurm_node import SlurmNode
 from tools.launchers.training import samples_of_steps
 
 Row = tuple[str, str, bool]
-"""A case, how it ended, and whether it had to."""
+"""A case, its end, and whether this end is the expected one."""
 
 
 def reference(folder: Path, epochs: int = 4) -> str:
-    """The digest of the training on two ranks that nothing disturbs."""
+    """The digest of an undisturbed training on two ranks."""
     return pods.run(folder, 2, epochs=epochs).partition(" ")[0]
 
 
 def torchrun(folder: Path, only: str) -> Iterator[Row]:
-    """Two hosts, of which one is lost, and comes back."""
+    """Two hosts; one is lost, and returns in the second case."""
     for returns in (False, True):
         name = "host returns" if returns else "host is lost"
         if only not in name:
@@ -116,9 +116,9 @@ def of_pods(folder: Path, only: str) -> Iterator[Row]:
 
 
 def missing(name: str) -> str | None:
-    """Why a launcher cannot run here; None if it can."""
+    """The reason why a launcher cannot run here; None if it can."""
     if name == "torchrun" and not can_make_hosts():
-        return "it needs root, and `ip netns add`"
+        return "it needs root and `ip netns add`"
     if name == "slurm" and not slurm_node.can_run():
         return slurm_node.MISSING
     if name in ("ray", "submitit") and importlib.util.find_spec(name) is None:
@@ -136,9 +136,9 @@ LAUNCHERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
 
 
 def main() -> int:
-    """Run the named cases; 1 if one ended in another way than it had to."""
+    """Run the named cases; returns 1 if one did not end as expected."""
     parser = argparse.ArgumentParser(prog="python -m tools.launchers", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(LAUNCHERS)}; all by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(LAUNCHERS)} (default: all)")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     asked = parser.parse_args()
     unknown = sorted(set(asked.names) - set(LAUNCHERS))

@@ -1,4 +1,4 @@
-"""torchrun on two hosts, `--nnodes=1:2`: one host is lost, the other continues; the lost one comes back."""
+"""torchrun on two hosts, `--nnodes=1:2`: one host is lost, the other continues; the lost one returns."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ COMMAND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run over two hosts has ended.
+    """The end of a run on two hosts.
 
     Attributes:
-        digest: of the weights, with the number of steps and ranks.
-        samples: of each step.
-        seconds: from the loss of a host to the next step.
-        output: of each host.
+        digest: the digest of the weights, with the number of steps and ranks.
+        samples: the samples of each step.
+        seconds: the time from the loss of a host to the next start of the ranks.
+        output: the output of each host.
     """
 
     digest: str

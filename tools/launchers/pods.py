@@ -1,4 +1,4 @@
-"""Ranks that are started by hand: with torchrun's variables, or with the four that a pod has."""
+"""Start ranks without a launcher: with torchrun's variables, or with the four variables of a pod."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LIMIT_S = 180.0
 
 
 def run(folder: Path, ranks: int, *, as_pods: bool = False, epochs: int = 4) -> str:
-    """Train on so many ranks in `folder/run`; the digest of the weights, with the number of steps and ranks.
+    """Train in `folder/run`; returns the digest of the weights, with the number of steps and ranks.
 
     Args:
         folder: for the run, and for the output of each rank.
-        ranks: how many.
-        as_pods: without LOCAL_RANK and LOCAL_WORLD_SIZE.
-        epochs: of 12 steps.
+        ranks: the number of ranks.
+        as_pods: omit LOCAL_RANK and LOCAL_WORLD_SIZE.
+        epochs: the number of epochs of 12 steps.
 
     Raises:
         RuntimeError: a rank has failed.

@@ -1,4 +1,4 @@
-"""Ray Train with a worker that is killed, and Ray Tune with trials that are stopped early; both report to Ray."""
+"""Ray Train with a killed worker, and Ray Tune with trials that are stopped early; both report to Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPOCHS = 4
 
 
 def arguments(folder: Path | str, **options: Any) -> ts.TrainerArguments:
-    """Those of `tools.launchers.training`, quiet."""
+    """The arguments of `tools.launchers.training` without output."""
     return ts.TrainerArguments(
         device="cpu",
         epochs=EPOCHS,
@@ -45,12 +45,12 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a run of Ray Train has ended.
+    """The end of a run of Ray Train.
 
     Attributes:
-        digest: of the weights.
-        step: of the checkpoint that Ray has.
-        val_loss: that Ray has for this step; nan if it has another step's.
+        digest: the digest of the weights.
+        step: the step of the checkpoint in Ray.
+        val_loss: the val/loss in Ray; nan if it is that of another step.
         first_steps: the first step of each start of each worker.
     """
 
@@ -67,12 +67,12 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How a trial of Ray Tune has ended.
+    """The end of a trial of Ray Tune.
 
     Attributes:
-        lr: its learning rate.
-        reports: how often it has reported.
-        val_loss: that it reported last.
+        lr: the learning rate.
+        reports: the number of reports.
+        val_loss: the last reported val/loss.
     """
 
     lr: float
@@ -106,7 +106,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def run_train(folder: Path, *, killed_at: int = -1, async_save: bool = False) -> Training:
-    """Train on two workers, of which one is killed after a step."""
+    """Train on two workers, and kill one after the step `killed_at`."""
     trainer = TorchTrainer(
         train,
         train_loop_config={"folder": str(folder), "killed_at": killed_at, "async_save": async_save},
@@ -135,7 +135,7 @@ def trial(config: dict[str, Any]) -> None:
 
 
 def run_tune(folder: Path) -> list[Trial]:
-    """Four trials, one after the other, of which ASHA stops those that are worse after an epoch."""
+    """Run four trials in sequence; ASHA stops those that are worse after an epoch."""
     stopping = tune.schedulers.ASHAScheduler(grace_period=1, max_t=EPOCHS, reduction_factor=2)
     goal = tune.TuneConfig(metric="val/loss", mode="min", scheduler=stopping, max_concurrent_trials=1)
     space = {"lr": tune.grid_search([0.02, 0.01, 1e-4, 1e-6])}
@@ -154,5 +154,5 @@ def start() -> None:
 
 
 def stop() -> None:
-    """End it."""
+    """Stop Ray."""
     ray.shutdown()

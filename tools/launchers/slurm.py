@@ -1,7 +1,7 @@
 """The batch scripts of docs/recipes/cluster.md under a real SLURM: signals, preemption, requeue, arrays, failures.
 
-Each case submits a script of the page, with the number of ranks and the command replaced, and disturbs the job. A job
-that was interrupted has to be requeued once and to end with the weights of the undisturbed one.
+Each case submits a script of the page with another number of ranks and another command, and disturbs the job. An
+interrupted job has to be requeued once and to end with the weights of the undisturbed one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job that was submitted.
+    """A submitted job.
 
     Attributes:
         node: the SLURM that runs it.
-        number: of the job.
+        number: the number of the job.
         run: its output_dir.
     """
 
@@ -34,11 +34,11 @@ class Job:
     run: Path
 
     def wait_for_step(self, step: int) -> None:
-        """Until its run has made so many steps."""
+        """Wait until its run has made the step `step`."""
         wait_for(lambda: step in samples_of_steps(self.run), LIMIT_S, f"step {step} of job {self.number}")
 
     def wait_for_file(self, name: str) -> None:
-        """Until its run has written this file."""
+        """Wait until its run has written the file `name`."""
         wait_for((self.run / name).exists, LIMIT_S, f"{name} of job {self.number}")
 
     def signal(self, name: str = "USR1") -> None:
@@ -46,7 +46,7 @@ class Job:
         self.node.call("scancel", "-s", name, self.number)
 
     def end(self) -> Result:
-        """Wait for its end."""
+        """Wait for the end of the job."""
         fields = self.node.end(self.number, LIMIT_S)
         written = self.run / "digest"
         return Result(
@@ -60,14 +60,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a job has ended.
+    """The end of a job.
 
     Attributes:
-        state: as SLURM calls it.
+        state: the JobState of SLURM.
         code: the exit code of the batch script, a colon, and its signal.
-        restarts: how often it was requeued.
-        digest: of the weights, with the number of steps; "" where the training has not finished.
-        output: of the job.
+        restarts: the number of requeues.
+        digest: the digest of the weights, with the number of steps; "" if the training has not finished.
+        output: the output of the job.
     """
 
     state: str
@@ -125,12 +125,12 @@ def submit(
 
 
 def undisturbed(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Nothing happens."""
+    """The job is not disturbed."""
     yield submit(node, folder).end()
 
 
 def signal_in_the_middle(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Rank 0 needs two seconds to exit, and --kill-on-bad-exit=1 is set: srun may end with 143."""
+    """Rank 0 takes two seconds to exit, with --kill-on-bad-exit=1: srun may end with 143."""
     job = submit(node, folder, exit_s="2")
     job.wait_for_step(20)
     job.signal()
@@ -138,7 +138,7 @@ def signal_in_the_middle(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def signal_while_preparing(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Before the first step."""
+    """The signal arrives before the first step."""
     job = submit(node, folder, prepare_s="6")
     job.wait_for_file("preparing")
     job.signal()
@@ -146,7 +146,7 @@ def signal_while_preparing(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def signal_while_importing(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Before a trainer exists: srun ends with 138."""
+    """The signal arrives before a trainer exists: srun ends with 138."""
     job = submit(node, folder, import_s="6")
     job.wait_for_file("importing")
     job.signal()
@@ -154,7 +154,7 @@ def signal_while_importing(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def signal_to_a_wrapper(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """A shell without exec is between srun and Python."""
+    """srun starts a shell, which starts Python without exec."""
     job = submit(node, folder, command=f"sh -c '{COMMAND}; exit $?'")
     job.wait_for_step(20)
     job.signal()
@@ -178,7 +178,7 @@ def requeued_from_outside(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def array(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Two tasks with separate folders, of which the second gets a signal."""
+    """Two tasks with separate folders; the second gets a signal."""
     both = submit(node, folder, "--array=0-1", array=True)
     tasks = [Job(node=node, number=f"{both.number}_{task}", run=folder / f"run-{task}") for task in range(2)]
     tasks[1].wait_for_step(20)
@@ -188,12 +188,12 @@ def array(node: SlurmNode, folder: Path) -> Iterator[Result]:
 
 
 def rank_fails(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """Rank 1 fails before it meets rank 0, and --kill-on-bad-exit=1 ends both."""
+    """Rank 1 fails before the rendezvous, and --kill-on-bad-exit=1 ends both."""
     yield submit(node, folder, fails="1").end()
 
 
 def preempted(node: SlurmNode, folder: Path) -> Iterator[Result]:
-    """A job of the partition `high` wants the whole node."""
+    """A job of the partition `high` requests the whole node."""
     job = submit(node, folder)
     job.wait_for_step(20)
     other = folder / "high.sh"
@@ -218,15 +218,15 @@ ALONE: tuple[Case, ...] = (preempted,)
 
 
 def is_expected(case: Case, number: int, result: Result, digest: str) -> bool:
-    """Whether a job of a case has ended as it has to.
+    """Whether a job of a case has ended as expected.
 
     Args:
         case: the case.
-        number: of the job among those of the case.
-        result: how it ended.
-        digest: of the undisturbed training.
+        number: the index of the job among those of the case.
+        result: the end of the job.
+        digest: the digest of the undisturbed training.
     """
-    if case is rank_fails:  # once more than needed, because rank 0 cannot tell the signal from a preemption
+    if case is rank_fails:  # one requeue is allowed: rank 0 cannot distinguish the signal from a preemption
         return result.state == "FAILED" and result.restarts <= 1 and not result.digest
     is_disturbed = case is not undisturbed and (case is not array or number == 1)
     sessions = result.output.count("epoch=4/4")
@@ -235,7 +235,7 @@ def is_expected(case: Case, number: int, result: Result, digest: str) -> bool:
 
 
 def run_cases(node: SlurmNode, folder: Path, cases: tuple[Case, ...]) -> Iterator[tuple[Case, list[Result]]]:
-    """Run cases, as many at a time as the node has room for."""
+    """Run cases, three at a time."""
     with ThreadPoolExecutor(max_workers=3) as pool:
         futures = [(case, pool.submit(lambda case: list(case(node, folder / case.__name__)), case)) for case in cases]
         for case, future in futures:

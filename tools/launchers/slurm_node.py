@@ -1,4 +1,4 @@
-"""SLURM on this machine: one node, two partitions, of which one preempts the other; it leaves no trace."""
+"""SLURM on this machine: one node, and two partitions; one preempts the other. All files are in one folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
 MISSING = "it needs root, and SLURM: apt-get install --no-install-recommends slurm-wlm munge"
 
-# A requeued job waits as long as `cred_expire`, which is 120 seconds by default.
+# A requeued job waits for `cred_expire`, which is 120 seconds by default.
 CONFIG = """\
 ClusterName=one
 SlurmctldHost=localhost
@@ -52,20 +52,20 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 def can_run() -> bool:
-    """Whether SLURM is installed, and may be started."""
+    """Whether SLURM is installed, and this user can start it."""
     return os.geteuid() == 0 and all(map(shutil.which, PROGRAMS))
 
 
-def wait_for(condition: Callable[[], object], limit_s: float, what: str) -> None:
-    """Look at a condition until it is true.
+def wait_for(condition: Callable[[], object], limit_s: float, event: str) -> None:
+    """Poll a condition until it is true.
 
     Raises:
-        TimeoutError: it is not after `limit_s`.
+        TimeoutError: it is not true after `limit_s`; the message has `event`.
     """
     ends = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > ends:
-            raise TimeoutError(f"{what}: not within {limit_s:g} s")
+            raise TimeoutError(f"{event}: not within {limit_s:g} s")
         time.sleep(0.1)
 
 
@@ -78,10 +78,10 @@ def _free_ports(count: int) -> list[int]:
 
 
 class SlurmNode:
-    """The daemons, started by entering and ended by leaving; and the commands to talk to them.
+    """A context in which the daemons run, and the commands of SLURM.
 
     Args:
-        folder: for their files; munged wants one in which only its owner may write, and so for all folders above.
+        folder: for their files; munged requires that only its owner can write in it and in all folders above.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -147,7 +147,7 @@ class SlurmNode:
                 daemon.wait()
 
     def call(self, *command: str, check: bool = True, **variables: str) -> str:
-        """Run a command of SLURM's; returns its output."""
+        """Run a command of SLURM; returns its output."""
         ended = subprocess.run(
             command, env=self.environment | variables, capture_output=True, text=True, timeout=120, check=False
         )
@@ -156,7 +156,7 @@ class SlurmNode:
         return ended.stdout
 
     def submit(self, script: Path, *options: str, **variables: str) -> str:
-        """Submit a batch script; the number of the job."""
+        """Submit a batch script; returns the number of the job."""
         return self.call("sbatch", "--parsable", *options, str(script), **variables).strip()
 
     def fields(self, job: str) -> dict[str, str]:
@@ -168,8 +168,7 @@ class SlurmNode:
         """Wait until a job has ended; returns SLURM's description of it.
 
         Raises:
-            TimeoutError: it has not after `limit_s`.
+            TimeoutError: it has not ended after `limit_s`.
         """
-
         wait_for(lambda: self.fields(job)["JobState"] in ENDED, limit_s, f"the end of job {job}")
         return self.fields(job)

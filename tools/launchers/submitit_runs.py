@@ -16,7 +16,7 @@ LIMIT_S = 240.0
 
 
 class Training:
-    """The function that submitit calls, and calls again after a preemption.
+    """The function that submitit calls, also after a preemption.
 
     Args:
         folder: the output_dir.
@@ -27,7 +27,7 @@ class Training:
         self.folder, self.step_s = folder, step_s
 
     def __call__(self) -> str:
-        """Train in one task; the digest of the weights."""
+        """Train in one task; returns the digest of the weights."""
         ts.seed_everything(0)
         args = ts.TrainerArguments(
             backend="ddp",
@@ -57,7 +57,7 @@ class Training:
 
 
 def run_locally(folder: Path) -> list[str]:
-    """Two tasks of the local executor; returns their results."""
+    """Run two tasks of the local executor; returns their results."""
     (folder / "run").mkdir()
     executor = submitit.LocalExecutor(folder=folder / "submitit")
     executor.update_parameters(tasks_per_node=2, timeout_min=5)
@@ -65,7 +65,7 @@ def run_locally(folder: Path) -> list[str]:
 
 
 def run_in_slurm(node: SlurmNode, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """A job that gets SIGUSR2 in the middle; returns SLURM's description of it, and the results of its tasks."""
+    """Run a job that gets SIGUSR2 at step 20; returns its description by SLURM, and the results of its tasks."""
     run = folder / "run"
     run.mkdir()
     os.environ.update(

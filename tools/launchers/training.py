@@ -1,9 +1,9 @@
-"""The training that every launcher starts: a small network with dropout over samples that know their numbers.
+"""The training that every launcher starts: a small network with dropout on numbered samples.
 
     torchrun --nproc-per-node=2 -m tools.launchers.training --output runs/a
 
-Options are in TRAINING_* variables too, because some launchers have no place for arguments. Each rank writes the
-numbers of the samples of each step, and at the end the digest of the weights.
+Variables TRAINING_* are the defaults of the options, because some launchers do not pass arguments. Each rank writes the
+numbers of the samples of each step, and rank 0 writes the digest of the final weights.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Network(ts.ModuleInterface):
     """Two linear layers with dropout.
 
     Args:
-        folder: into which the ranks write their samples.
+        folder: for the files with the samples of the ranks.
         step_s: seconds of sleep in each step.
         prepare_s: seconds of sleep before the optimizers are made.
-        lr: the learning rate at the beginning.
+        lr: the initial learning rate.
     """
 
     def __init__(self, folder: Path, *, step_s: float = 0.0, prepare_s: float = 0.0, lr: float = 0.02) -> None:
@@ -45,7 +45,7 @@ class Network(ts.ModuleInterface):
         self._attempt, self._lr = "", lr
 
     def get_optimizers_schedulers(self, steps: int, epochs: int) -> tuple[list[Any], list[Any]]:
-        """AdamW with a cosine."""
+        """AdamW with a cosine schedule."""
         pause(self._folder, "preparing", self._prepare_s)
         optimizer = torch.optim.AdamW(self.parameters(), lr=self._lr)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps * epochs)]
@@ -59,7 +59,7 @@ class Network(ts.ModuleInterface):
         return self.get_train_dataloader(sampler, batch_size)
 
     def on_train_begin(self, trainer: Any) -> None:
-        """Agree on a name for this start of the run: the time of rank 0."""
+        """Exchange a name for this start of the run: the time of rank 0."""
         now = f"{time.time():.3f}"
         self._attempt = exchange("attempt", now)[0] if dist.is_initialized() else now
 
@@ -67,7 +67,7 @@ class Network(ts.ModuleInterface):
         """The squared error."""
         inputs, targets, numbers = batch
         time.sleep(self._step_s)
-        if self.micro_batch.samples:  # and not a borrowed batch
+        if self.micro_batch.samples:  # a borrowed batch has none
             with (self._folder / f"samples-{self._attempt}").open("a") as file:  # one write, from any rank
                 file.write(json.dumps([global_step, numbers.tolist()]) + "\n")
         return nn.functional.mse_loss(self.layers(inputs), targets)
@@ -78,13 +78,13 @@ class Network(ts.ModuleInterface):
 
 
 def dataset() -> TensorDataset:
-    """SAMPLES rows of inputs, targets and numbers."""
+    """`SAMPLES` rows of inputs, targets and numbers."""
     inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(SAMPLES))
 
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:
-    """The samples of each step of a run, of all ranks together; of a repeated step, those of its last repetition."""
+    """The samples of each step of a run, of all ranks together; for a repeated step those of its last repetition."""
     found: dict[int, list[int]] = {}
     for file in sorted(folder.glob("samples-*")):
         steps: dict[int, list[int]] = {}
@@ -96,14 +96,14 @@ def samples_of_steps(folder: Path) -> dict[int, list[int]]:
 
 
 def pause(folder: Path, name: str, seconds: float) -> None:
-    """Sleep, and leave a file that says so."""
+    """Create the file `name`, and sleep."""
     if seconds:
         (folder / name).touch()
         time.sleep(seconds)
 
 
 def digest(module: nn.Module) -> str:
-    """Twelve digits for the bits of all parameters."""
+    """The first 12 digits of a SHA-256 of all parameters."""
     hashed = hashlib.sha256()
     for parameter in module.parameters():
         hashed.update(parameter.detach().numpy().tobytes())
@@ -124,9 +124,13 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     add("epochs", 4, "epochs of 12 steps")
     add("step_s", 0.0, "seconds of sleep in each step")
     add("import_s", 0.0, "seconds of sleep before the trainer is made")
-    add("prepare_s", 0.0, "seconds of sleep while the module is made, with the trainer's handlers in place")
-    add("exit_s", 0.0, "seconds that rank 0 needs to exit")
-    add("fails", "", "the SLURM_PROCID of a rank that fails before it meets the others")
+    add(
+        "prepare_s",
+        0.0,
+        "seconds of sleep before the optimizers are made, after the trainer has installed its handlers",
+    )
+    add("exit_s", 0.0, "seconds that rank 0 sleeps at its exit")
+    add("fails", "", "the SLURM_PROCID of a rank that fails before the rendezvous")
     add("backend", "auto", "the backend string")
     add("timeout_s", 15.0, "timeout_s of ddp")
     add("every", 12, "steps between two checkpoints")
@@ -134,13 +138,13 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and let rank 0 print and write the digest of the weights."""
+    """Train; rank 0 prints and writes the digest of the weights."""
     asked = options()
     folder = Path(asked.output)
     folder.mkdir(parents=True, exist_ok=True)
     pause(folder, "importing", asked.import_s)
     if asked.fails and asked.fails == os.environ.get("SLURM_PROCID"):
-        raise RuntimeError("this rank fails before it meets the others")
+        raise RuntimeError("this rank fails before the rendezvous")
     ts.seed_everything(0)
     args = ts.TrainerArguments(
         backend=asked.backend,

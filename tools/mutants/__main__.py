@@ -1,6 +1,7 @@
 """Make random single changes in the code that holds the promises, and count those that the tests detect.
 
     make mutants                                   200 changes; an interrupted run is continued
+    make mutants ARGS="--quick"                    the same without traces, which take most of the time
     make mutants ARGS="--restart"                  another sample of the current source
     make mutants ARGS="--list"                     the changes that no test detected, as diffs; runs nothing
     make mutants ARGS="--again --seconds 200"      run these again, after tests were added, with more tests
@@ -21,7 +22,7 @@ import random
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tools.mutants.results import DETECTED, Results, diff, score_line
 from tools.mutants.runs import Runner
 from tools.mutants.sampling import PACKAGES, files_of, sample
 from tools.mutants.selection import Selection
-from tools.mutants.trees import make_tree, take_snapshot
+from tools.mutants.trees import files_in, make_tree, take_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = (
@@ -44,7 +45,7 @@ PRELOAD = (
     "pytest_timeout",
 )
 EQUIVALENTS = Path(__file__).with_name("equivalents.json")
-TRACE_CAP_S = 90.0
+TRACE_CAP_S = 45.0
 """Of a test file. Cases of parametrised tests that are not traced then are taken to run the lines of a neighbour."""
 
 
@@ -56,6 +57,7 @@ class Measurement:
         sample: the changes.
         equivalent: reasons by key; these changes are not run.
         seconds: the time of the tests in one round for one change.
+        quick: whether changes that the first tests do not detect get no result.
         preload: modules that the processes of the runs import first.
     """
 
@@ -65,10 +67,11 @@ class Measurement:
         sample: Sequence[Change],
         equivalent: Mapping[str, str],
         seconds: float,
+        quick: bool,
         preload: Sequence[str],
     ) -> None:
         self._folder, self._sample, self._equivalent = folder, sample, equivalent
-        self._seconds, self._preload = seconds, preload
+        self._seconds, self._quick, self._preload = seconds, quick, preload
         self._lock = threading.Lock()
         self._results = Results(folder / "results.json")
 
@@ -79,16 +82,20 @@ class Measurement:
             for index, change in enumerate(self._sample, 1)
             if change.key not in self._equivalent and self._is_open(change, again)
         ]
-        parts = [left[job::jobs] for job in range(jobs)]
+        waiting = iter(left)  # jobs share it, so that an interrupted run has judged the first changes of the sample
         with ThreadPoolExecutor(jobs) as pool:
-            for future in [pool.submit(self._run_part, job, part) for job, part in enumerate(parts) if part]:
+            for future in [pool.submit(self._run_job, job, waiting) for job in range(min(jobs, len(left)))]:
                 future.result()
 
     def _is_open(self, change: Change, again: bool) -> bool:
         result = self._results.by_key.get(change.key)
         return result is None or (again and result["status"] not in DETECTED)
 
-    def _run_part(self, job: int, part: Sequence[tuple[int, Change]]) -> None:
+    def _next(self, waiting: Iterator[tuple[int, Change]]) -> tuple[int, Change] | None:
+        with self._lock:
+            return next(waiting, None)
+
+    def _run_job(self, job: int, waiting: Iterator[tuple[int, Change]]) -> None:
         tree = self._folder / f"tree-{job}"
         make_tree(self._folder / "snapshot", tree)
         runner = Runner(tree, self._preload)
@@ -102,8 +109,13 @@ class Measurement:
 
         selection = Selection(self._folder / "snapshot", self._folder / "lines", trace)
         try:
-            for index, change in part:
-                result = judge.judge(change, selection.rounds(change, self._seconds))
+            while (following := self._next(waiting)) is not None:
+                index, change = following
+                result = judge.judge_first(change, selection.likeliest(change))
+                if result is None and self._quick:
+                    print(f"[{index}] open  {change.key}", flush=True)
+                    continue
+                result = result or judge.judge(change, selection.rounds(change, self._seconds))
                 with self._lock:
                     self._results.by_key[change.key] = result
                     self._results.write()
@@ -129,6 +141,7 @@ def main(
     parser.add_argument(
         "--seconds", type=float, default=40.0, help="time of the tests in one round for one change (40)"
     )
+    parser.add_argument("--quick", action="store_true", help="no result for changes that the first tests do not detect")
     parser.add_argument("--restart", action="store_true", help="copy the source again and forget all results")
     parser.add_argument("--again", action="store_true", help="run the changes again that no test detected")
     parser.add_argument("--list", action="store_true", help="print the changes that no test detected, and run none")
@@ -136,9 +149,12 @@ def main(
     folder = root / "build" / "mutants"
     if given.restart:
         shutil.rmtree(folder, ignore_errors=True)
+    tests = files_in(folder / "snapshot", "tests")
     if take_snapshot(root, folder / "snapshot"):
         print("The source has changed after this measurement began. --restart measures the current source.")
     results = Results(folder / "results.json")
+    if files_in(folder / "snapshot", "tests") != tests:
+        results.forget_tests()
     if given.seed is not None or results.seed is None:
         results.seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
         results.write()
@@ -152,7 +168,7 @@ def main(
             if result is not None and result["status"] not in DETECTED and change.key not in reasons:
                 print(f"\n{result['status']}: {change.key}\n{diff(folder / 'snapshot', change)}")
     else:
-        Measurement(folder, chosen, reasons, given.seconds, preload).run(given.jobs, given.again)
+        Measurement(folder, chosen, reasons, given.seconds, given.quick, preload).run(given.jobs, given.again)
     print(score_line(chosen, Results(folder / "results.json").by_key, reasons))
     return 0
 

@@ -11,6 +11,8 @@ from tools.mutants.changes import Change
 from tools.mutants.runs import Runner
 from tools.mutants.trees import changed
 
+FIRST_CAP_S = 200.0
+"""For the first run. It needs no end: tests that are not run then are selected by a trace."""
 LEAST_CAP_S = 90.0
 CAP_FACTOR = 6
 """A run may take this multiple of the time of its traced tests, and at least `LEAST_CAP_S`, for a busy machine."""
@@ -30,6 +32,27 @@ class Judge:
         self._tree, self._runner = tree, runner
         self._passing, self._unreliable = passing, unreliable
         self._changes = 0
+
+    def judge_first(self, change: Change, files: Sequence[str]) -> dict[str, Any] | None:
+        """Run a few cases of each test of these files, for `FIRST_CAP_S` at most.
+
+        Returns:
+            As `judge`; None if no test failed.
+        """
+        began = time.monotonic()
+        self._changes += 1
+        with changed(self._tree, change, self._changes):
+            outcomes = self._runner.run(files, None, FIRST_CAP_S)[1]
+        failed = next((each for each in outcomes if each["outcome"] == "failed"), None)
+        if failed is None or not self._is_caused(failed, files):
+            return None
+        seconds = round(time.monotonic() - began, 1)
+        return {"status": "killed", "test": failed["test"], "tests": len(outcomes), "seconds": seconds}
+
+    def _is_caused(self, failed: dict[str, Any], files: Sequence[str]) -> bool:
+        if failed["test"] == "collection":
+            return not self._runner.run(files, [], FIRST_CAP_S)[1]
+        return failed["test"] not in self._unreliable and self._passes(failed["test"], [failed])
 
     def judge(self, change: Change, rounds: Iterable[Sequence[dict[str, Any]]]) -> dict[str, Any]:
         """Run rounds of tests until one of them fails or does not end.

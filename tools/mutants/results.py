@@ -34,6 +34,12 @@ class Results:
         self.passing: set[str] = set(kept.get("passing", ()))
         self.unreliable: set[str] = set(kept.get("unreliable", ()))
 
+    def forget_tests(self) -> None:
+        """Forget which tests pass without a change, because the tests have changed."""
+        self.passing.clear()
+        self.unreliable.clear()
+        self.write()
+
     def write(self) -> None:
         """Replace the file."""
         content = {

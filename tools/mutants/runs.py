@@ -48,10 +48,10 @@ class Runner:
 
         Args:
             files: test files, relative to the tree.
-            tests: ids of the tests in these files to run, in their order, up to the first failure. None for all tests,
-                three cases of each parametrised one first.
+            tests: ids of the tests in these files to run, in their order. None for all of them with `trace`, and for
+                three cases of each test that is not slow without it.
             cap_s: the run is killed after this time, in seconds.
-            trace: record the lines that each test runs.
+            trace: record the lines that each test runs. Otherwise the run ends with the first failure.
 
         Returns:
             Whether the run ended in time, and a dict for each test that ended: "test", "outcome", "seconds", "lines",
@@ -74,7 +74,7 @@ class Runner:
         }
         # The process has imported pytest's plugins before pytest could rewrite their asserts.
         arguments = ["-q", "-p", "mutants_plugin", "-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
-        arguments += [*(["-x"] if tests is not None else []), *files]
+        arguments += [*([] if trace else ["-x"]), *(["-m", "not slow"] if tests is None and not trace else []), *files]
         request = {
             "tree": str(self._tree),
             "environment": environment,

@@ -1,8 +1,9 @@
 """The tests that are likely to detect a change.
 
 Tracing the whole suite takes longer than the measurement itself. So test files are ranked by names and imports for each
-change, the best of them are traced once, and their tests that run a changed line are selected. The lines of each traced
-file are kept in build/mutants/lines, under the hash of its text.
+change. Three cases of each test of the best files are run first. If they pass, the best files are traced once, and
+their tests that run a changed line are selected. The lines of each traced file are kept in build/mutants/lines, under
+the hash of its text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,9 @@ from tools.mutants.changes import Change
 
 ROUNDS = (1, 4)
 """Test files that run the statement, at least, by round: one detects most changes, and few need more than four."""
+FIRST_FILES = 4
+"""Test files of which a few cases of each test are run first. That takes less than a trace, and few files are likely
+for several changes of a sample."""
 MOST_FILES = 5
 """Further down the ranking, files share no more than a frequent name with the change."""
 _ALL_LINES = (1, 10**9)
@@ -53,8 +58,11 @@ class Selection:
         self._frequency = Counter(word for words in self._words.values() for word in words)
         self._traced: dict[str, list[dict[str, Any]]] = {}
         for path in self._texts:
-            if self._cached(path).is_file():
-                self._traced[path] = json.loads(self._cached(path).read_text())
+            self._load(path)
+
+    def likeliest(self, change: Change) -> list[str]:
+        """The test files that are run before any is traced."""
+        return self.ranking(change)[:FIRST_FILES]
 
     def rounds(self, change: Change, seconds: float) -> Iterator[list[dict[str, Any]]]:
         """Records of tests that run the changed statement, in an order that finds failures early.
@@ -70,10 +78,9 @@ class Selection:
                 # Files that were traced for other changes do not count here: each training runs many statements.
                 if len(_by_file(self._covering(change)).keys() & ranking[:position]) >= wanted:
                     break
-                if path not in self._traced:
+                if path not in self._traced and not self._load(path):  # another job may have traced it
                     self._traced[path] = self._trace(path)
-                    self._cache.mkdir(parents=True, exist_ok=True)
-                    self._cached(path).write_text(json.dumps(self._traced[path]))
+                    self._store(path)
             # Python runs no line for a default of a decorated function, and for some parts of a statement.
             covering = self._covering(change) or self._running(change.path, change.scope or _ALL_LINES)
             left = [test for test in covering if test["test"] not in given]
@@ -113,6 +120,18 @@ class Selection:
                 for name in (test["test"], *(name for name in test["like"] if name not in traced)):
                     seconds[name] = test["seconds"]
         return [{"test": name, "seconds": taken} for name, taken in seconds.items()]
+
+    def _load(self, path: str) -> bool:
+        if not self._cached(path).is_file():
+            return False
+        self._traced[path] = json.loads(self._cached(path).read_text())
+        return True
+
+    def _store(self, path: str) -> None:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        temporary = self._cached(path).with_suffix(f".{threading.get_ident()}")
+        temporary.write_text(json.dumps(self._traced[path]))
+        temporary.replace(self._cached(path))
 
     def _cached(self, path: str) -> Path:
         digest = hashlib.sha256((path + self._texts[path]).encode()).hexdigest()[:24]

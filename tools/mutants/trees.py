@@ -30,11 +30,12 @@ def take_snapshot(root: Path, snapshot: Path) -> bool:
         else:
             snapshot.mkdir(parents=True, exist_ok=True)
             shutil.copy2(entry, target)
-    return _sources(root) != _sources(snapshot)
+    return files_in(root, "src") != files_in(snapshot, "src")
 
 
-def _sources(root: Path) -> dict[str, bytes]:
-    paths = sorted((root / "src").rglob("*.py"))
+def files_in(root: Path, folder: str) -> dict[str, bytes]:
+    """The Python files of a folder, by their paths relative to `root`."""
+    paths = sorted((root / folder).rglob("*.py"))
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
 
 

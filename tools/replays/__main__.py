@@ -1,12 +1,12 @@
 """Replay 40 runs from every checkpoint, and find planted differences.
 
-    python -m tools.replays                       all that is not done yet
+    python -m tools.replays                       all without a result
     python -m tools.replays --restart             all, from the beginning
-    python -m tools.replays --only plants         the planted differences alone; "runs" for the runs
+    python -m tools.replays --only plants         only the planted differences; "runs" for the runs
     python -m tools.replays --seed 3              other moments of the kills
 
-Results go to build/replays.json after each run, so that an interrupted battery can be continued. Exit code 1 if a
-replay differs, changes the folder of its run, or does not find a difference at its step.
+The results are written to build/replays.json after each run, so that an interrupted battery can be continued. The exit
+status is 1 if a replay differs, changes the folder of its run, or does not find a difference at its step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATE = Path(__file__).resolve().parents[2] / "build" / "replays.json"
 
 
 class Results:
-    """The results so far, in a file that is complete at every moment."""
+    """The results of one seed, in a file that is replaced atomically."""
 
     def __init__(self, path: Path, seed: int, *, restart: bool) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Results:
             self.found = kept if kept.get("seed") == seed else self.found
 
     def add(self, name: str, result: Any) -> None:
-        """Keep the result of `name`."""
+        """Write the result of `name`."""
         self.found[name] = result
         self._path.parent.mkdir(exist_ok=True)
         aside = self._path.with_suffix(".tmp")
@@ -48,7 +48,7 @@ class Results:
 
 
 def replay_runs(results: Results, context: Any, seed: int) -> bool:
-    """All runs that have no good result yet; whether all have the same bits."""
+    """Replay all runs without a good result; whether all have the same bits."""
     good = True
     for number, case in enumerate(runs.cases()):
         name = f"run {number + 1}: {case.name}"
@@ -66,7 +66,7 @@ def replay_runs(results: Results, context: Any, seed: int) -> bool:
 
 
 def find_plants(results: Results, context: Any) -> bool:
-    """All planted differences, with both kinds of record; whether all are found."""
+    """Search all planted differences, with both kinds of record; whether all are found."""
     good, listed = True, plants.plants()
     with tempfile.TemporaryDirectory(prefix="trainstack-replays-") as folder:
         recorded = {mode: plants.record_run(Path(folder), mode, context) for mode in ("full", "steps")}
@@ -83,9 +83,9 @@ def find_plants(results: Results, context: Any) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the battery; the exit code."""
+    """Run the battery; returns the exit status."""
     parser = argparse.ArgumentParser(prog="tools.replays", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--restart", action="store_true", help="forget earlier results")
+    parser.add_argument("--restart", action="store_true", help="delete earlier results")
     parser.add_argument("--only", choices=("runs", "plants"), help="half of the battery")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     given = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Planted differences, each with the step at which a replay has to find it, and the quantity that it has to name."""
+"""Planted differences, each with the step and the quantity that the report of a replay has to name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainstack.verifying.comparison import checkpoints_of
 from trainstack.verifying.trial import start_trial
 
 STRIKES = 7
-"""The step at which the differences within a training strike. Checkpoints are at 4, 6, 8, 12, ..."""
+"""The step of the differences within a training. Checkpoints are at 4, 6, 8, 12, ..."""
 USUAL = Settings()
 ARGUMENTS: dict[str, Any] = {"max_grad_norm": 0.1}
 
@@ -38,14 +38,14 @@ class Plant:
     """A difference between a run and its replay.
 
     Attributes:
-        name: in words.
+        name: a description.
         full: the finding with a full record.
         default: the finding with the default record.
-        settings: of the module in the replay.
-        changes: of the arguments in the replay.
+        settings: those of the module in the replay.
+        changes: changed arguments of the replay.
         tamper: changes the folder of the run before the replay.
-        begin: the first step that is replayed.
-        says: words that the report has in place of a difference.
+        begin: the first replayed step.
+        says: a text that the report has instead of a difference.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Plant:
 
 
 def plants() -> list[Plant]:
-    """All of them."""
+    """All planted differences."""
     return [*_at_the_start(), *_in_steps(), *_in_files()]
 
 
@@ -150,7 +150,7 @@ def _in_files() -> list[Plant]:
 
 
 def first_step_of(*indices: int) -> int:
-    """The first step of the usual run that has one of these samples."""
+    """The first step of the usual run with one of these samples."""
     order = _order()
     return min(order.index(index) for index in indices) // 8 + 1
 
@@ -175,7 +175,7 @@ def _flip(path: Path, offset: int) -> None:
 
 
 def _forge(place: Path) -> None:
-    """Write another weight, with hashes that are right."""
+    """Write another weight, with correct hashes."""
     path = _stored(place)
     checkpoint = read_checkpoint(path)
     assert checkpoint.module_interface_state is not None
@@ -193,14 +193,14 @@ def _flip_log(place: Path) -> None:
 
 
 def _cut_log(place: Path) -> None:
-    """Cut the log behind the steps that lie in its middle, at the end of a block."""
+    """Cut the log in the middle of its steps, at the end of a block."""
     steps = [block.end for block in read_blocks(_log(place)) if block.kind == Kind.STEPS]
     data = _log(place).read_bytes()
     _log(place).write_bytes(data[: steps[len(steps) // 2]])
 
 
 def _other_start(place: Path) -> None:
-    """Forge the log: another version of torch, and a chain that is right."""
+    """Forge the log: another version of torch, and a correct chain."""
     chain, parts = first_chain(), [MAGIC]
     for block in read_blocks(_log(place)):
         payload = block.payload
@@ -215,7 +215,7 @@ def _other_start(place: Path) -> None:
 
 
 def record_run(folder: Path, mode: str, context: Any, **changes: Any) -> Path:
-    """A run of the usual module with this record; its folder."""
+    """Record a run of the usual module; returns its folder."""
     place = folder / f"recorded-{mode}"
     args = arguments(place, record=mode, **{**ARGUMENTS, **changes})
     call = pickle_call(functools.partial(make, USUAL), (args,), "replays")
@@ -237,7 +237,7 @@ def find(plant: Plant, recorded: Path, folder: Path, context: Any) -> ReplayRepo
 
 
 def problem_of(plant: Plant, report: ReplayReport, mode: str) -> str | None:
-    """Why the report does not find the difference as it should; None if it does."""
+    """The reason why the report does not have the expected finding; None if it has it."""
     if plant.says:
         return None if plant.says in str(report) else f"the report does not say {plant.says!r}: {report}"
     expected = plant.full if mode == "full" else plant.default

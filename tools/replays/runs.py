@@ -1,11 +1,10 @@
-"""The recorded runs: every kind of backend string with every kind of state, half of them killed in between."""
+"""The recorded runs: every kind of backend string with every kind of state; half of them are killed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import random
-import shutil
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -21,7 +20,7 @@ from trainstack.verifying.comparison import checkpoints_of
 from trainstack.verifying.trial import Moment, start_trial
 
 BACKENDS = ("sp", "ddp", "fsdp", "sp-amp", "sp-bf16", "ddp-amp", "ddp-bf16", "fsdp-amp", "fsdp-bf16")
-"""All strings without a privacy layer and without apex, which needs its own package."""
+"""All strings without a privacy layer and without apex, which needs another package."""
 TIMEOUT_S = 120.0
 
 FEATURES: dict[str, tuple[Settings, dict[str, Any]]] = {
@@ -53,21 +52,21 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The name of the run in the results."""
         return f"{self.backend}, {self.features}, record={self.record!r}{', killed' * self.killed}"
 
     @property
     def nproc(self) -> int | None:
-        """Processes that train together; None for a single one."""
+        """The number of processes that train together; None for a single one."""
         return None if self.backend.startswith("sp") else 2
 
     def arguments(self, place: Path) -> ts.TrainerArguments:
-        """Of the run in `place`."""
+        """The arguments of the run in `place`."""
         return arguments(place, backend=self.backend, record=self.record, **FEATURES[self.features][1])
 
 
 def cases() -> list[Case]:
-    """36 of each string with each set of features, and 4 more of the plain strings; half of them killed."""
+    """36 runs of each string with each set of features, and 4 more of `sp`, `ddp`, `fsdp` and `sp-bf16`."""
     pairs = [*product(BACKENDS, FEATURES), *((backend, "accumulation") for backend in ("sp", "ddp", "fsdp", "sp-bf16"))]
     return [
         Case(
@@ -81,7 +80,7 @@ def cases() -> list[Case]:
 
 
 def train(case: Case, folder: Path, context: Any, draw: random.Random) -> int:
-    """Train the run of `case` in `folder`/run; returns how often it was killed."""
+    """Train the run of `case` in `folder`/run; returns the number of kills."""
     place, settings = folder / "run", FEATURES[case.features][0]
     call = pickle_call(functools.partial(make, settings), (case.arguments(place),), "replays")
     steps = sorted(draw.sample(range(5, 17), 2)) if case.killed else []
@@ -111,7 +110,7 @@ def task_of(settings: Settings, place: Path, context: Any, **options: Any) -> Re
 
 
 def replay_from(task: ReplayTask, first: int, last: int | None = None) -> ReplayReport:
-    """Replay from this step on."""
+    """Replay the steps from `first` to `last`, or to the end."""
     return task.replay(task.span(first, last), lambda _: None)
 
 
@@ -120,12 +119,12 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        replays: how many replays were made.
-        steps, checkpoints, details: how many were compared.
-        kills: how often the run was killed.
+        replays: the number of replays.
+        steps, checkpoints, details: the numbers of compared ones.
+        kills: the number of kills of the run.
         false_alarms: the reports of replays that differ.
-        untouched: whether the folder of the run is as it was.
-        seconds: of all of it.
+        untouched: whether the replays did not change the folder of the run.
+        seconds: the time of training and replays.
     """
 
     replays: int = 0
@@ -139,7 +138,7 @@ class Outcome:
 
 
 def attempt(case: Case, folder: Path, context: Any, draw: random.Random) -> Outcome:
-    """Train, and replay from the start and from every checkpoint."""
+    """Train `case`, and replay from the start and from every checkpoint."""
     began, outcome = time.monotonic(), Outcome()
     outcome.kills = train(case, folder, context, draw)
     place = folder / "run"
@@ -169,8 +168,3 @@ def _state_of(place: Path) -> list[tuple[str, int, int, int]]:
 def is_good(outcome: Outcome) -> bool:
     """Whether every replay had the same bits."""
     return outcome.untouched and not outcome.false_alarms and outcome.replays > 0
-
-
-def clear(folder: Path) -> None:
-    """Delete the files of a case."""
-    shutil.rmtree(folder, ignore_errors=True)

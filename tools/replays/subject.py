@@ -1,4 +1,4 @@
-"""The module that is trained and replayed, with everything that may spoil a bit."""
+"""The module that is trained and replayed, with many ways to change a bit."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Settings:
     """The settings of a run; a planted difference changes one of them, or has a `plant`.
 
     Attributes:
-        dropout: of the network.
-        augmentation: the standard deviation of the noise that each sample gets, drawn when it is loaded.
-        workers: of the training loader.
+        dropout: the probability of the dropout layer.
+        augmentation: the standard deviation of the noise of a sample, which is drawn when it is loaded.
+        workers: the number of workers of the training loader.
         norm: whether the network has running statistics.
-        ema: whether an average of the weights is kept.
+        ema: whether the callback EMA averages the weights.
         schedule: "", "cosine" by steps, or "plateau" by validation loss.
         optimizer: "adamw" or "sgd".
-        lr, weight_decay, smoothing: as torch has them.
-        seed: of the initial weights.
-        plant: the name of a difference that strikes within the training, and the global step.
+        lr, weight_decay, smoothing: arguments of the optimizer and the loss of torch.
+        seed: the seed of the initial weights.
+        plant: the name of a difference within the training, and its global step.
     """
 
     dropout: float = 0.3
@@ -51,7 +51,7 @@ class Settings:
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Points with a class each, and noise from all three generators of the host."""
+    """Points with classes, and noise from all three generators of the host."""
 
     def __init__(self, settings: Settings) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -117,7 +117,7 @@ class Subject(ts.ModuleInterface):
         if name == "another dropout draw":
             torch.rand(1)
         loss = nn.functional.cross_entropy(self.net(inputs), labels, label_smoothing=self.settings.smoothing)
-        if name == "another order of a sum":  # as an atomic scatter has it
+        if name == "another order of a sum":  # as in an atomic scatter
             return loss * (1 + 1e-6)
         return loss * float("nan") if name == "an overflow" else loss
 
@@ -151,7 +151,7 @@ _DRAWS: dict[str, Any] = {
 
 
 def flip_bit(tensor: Any, bit: int = 1 << 18) -> None:
-    """Flip one bit of the first element of a float32 tensor, in place; of a sharded one, in each process's part."""
+    """Flip one bit of the first element of a float32 tensor, in place; of a sharded one, in each part."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     with torch.no_grad():
         local.data.view(-1)[:1].view(torch.int32).bitwise_xor_(bit)
@@ -163,7 +163,7 @@ def make(settings: Settings) -> Any:
 
 
 def arguments(place: Path, **changes: Any) -> ts.TrainerArguments:
-    """Of a run of 18 steps in 3 epochs, with 6 checkpoints."""
+    """The arguments of a run of 18 steps in 3 epochs, with 6 checkpoints."""
     values: dict[str, Any] = {
         "epochs": 3,
         "train_batch_size": 8,
@@ -179,7 +179,7 @@ def arguments(place: Path, **changes: Any) -> ts.TrainerArguments:
 
 
 def with_plant(settings: Settings, name: str, step: int) -> Settings:
-    """`settings` with a difference that strikes at this global step."""
+    """`settings` with a difference at this global step."""
     return dataclasses.replace(settings, plant=(name, step))
 
 
@@ -189,10 +189,10 @@ def usual() -> Any:
 
 
 def usual_module() -> Subject:
-    """The same without callbacks, as the command line takes it."""
+    """The module of the usual run without callbacks, for the command line."""
     return Subject(Settings())
 
 
 def edited_module() -> Subject:
-    """With another augmentation."""
+    """The module with another augmentation."""
     return Subject(Settings(augmentation=0.11))

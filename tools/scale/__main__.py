@@ -1,4 +1,4 @@
-"""`python -m tools.scale`: the tables of docs/performance.md, "Costs that grow with ranks"."""
+"""`python -m tools.scale`: the tables of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ SPREAD_S = 10.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--largest-counted", type=int, default=256, help="ranks in threads; more are computed")
+    parser.add_argument(
+        "--largest-counted", type=int, default=256, help="the most ranks in threads; costs of more are computed"
+    )
     parser.add_argument("--seconds", action="store_true", help="also time exchanges in 2, 4 and 8 processes")
     options = parser.parse_args(arguments)
     largest = options.largest_counted
     _print_store(
         "rendezvous, arrivals within 10 s", rendezvous_before, _counted(partial(rendezvous, spread_s=SPREAD_S), largest)
     )
-    _print_store("one rank ends without a word", failure_before, _counted(failure, largest))
+    _print_store("one rank ends without a message", failure_before, _counted(failure, largest))
     _print_groups()
     _print_messages()
     if options.seconds:
@@ -49,9 +51,9 @@ def failure_before(size: int) -> StoreCost:
 
 
 def _counted(count: Callable[[int], StoreCost], largest: int) -> list[tuple[int, StoreCost, str]]:
-    """Costs counted up to `largest` ranks. Of more, requests and lines are in proportion, and bytes a polynomial.
+    """Costs counted up to `largest` ranks. For more ranks, requests and lines are proportional, and bytes a polynomial.
 
-    The polynomial has the number of ranks and its square, since each rank reads the values of all.
+    The polynomial has the number of ranks and its square, because each rank reads the values of all.
     """
     found = {size: count(size) for size in sorted({*(size for size in RANKS if size <= largest), largest})}
     low, high = found[min(found)], found[largest]
@@ -82,7 +84,7 @@ def _print_store(title: str, before: Callable[[int], StoreCost], after: list[tup
 
 
 def _print_groups() -> None:
-    """A mesh of gloo reads each address, and a lazy group writes one: counted with torch 2.13.0 on 2 to 64 ranks."""
+    """A rank reads all addresses in a mesh of gloo, and writes one in a lazy group (torch 2.13.0, 2 to 64 ranks)."""
     _say("\na process group of gloo: each rank\n")
     _say("| ranks | store requests before | now | connections before | now, after the exchanges of a run |")
     _say("|---|---|---|---|---|")
@@ -94,7 +96,7 @@ def _print_groups() -> None:
 
 
 def _print_messages() -> None:
-    _say("\nmessages of the rank that sends most, one after the other, and their bytes\n")
+    _say("\nmessages of the rank that sends most, in sequence, and their bytes\n")
     _say("| ranks | token weights before | now | log point before | now | failure check of a save before | now |")
     _say("|---|---|---|---|---|---|---|")
     for size in RANKS:
@@ -107,7 +109,9 @@ def _print_messages() -> None:
             messages.merge(size),
         ]
         _say(f"| {size:,} | " + " | ".join(f"{cell.messages:,}, {cell.bytes:,} B" for cell in cells) + " |")
-    _say("\nevaluation of 1e6 samples in batches of 32, 1,000 classes, one float32 row of logits a sample: each rank\n")
+    _say(
+        "\nevaluation of 1e6 samples in batches of 32, 1,000 classes, one float32 row of logits per sample: each rank\n"
+    )
     _say("| ranks | metric updates before | now, merged | outputs: bytes received, True | 'main', others | 'own' |")
     _say("|---|---|---|---|---|---|")
     batches, total = 31_250, 1_000_000 * 4000

@@ -14,8 +14,8 @@ class CountingStore:
     """The requests of a store of torch, with keys in a dict; any number of threads may use it.
 
     Attributes:
-        requests: how many were made, that is messages from a client to the store.
-        bytes: of keys and values, in both directions.
+        requests: the number of messages from clients to the store.
+        bytes: the size of keys and values, in both directions.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class CountingStore:
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
-        """A value that exists."""
+        """The value of an existing key."""
         with self._counted(key):
             return self._read(key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Values that exist, in one request."""
+        """The values of existing keys, in one request."""
         with self._counted(*keys):
             return [self._read(key) for key in keys]
 
@@ -55,7 +55,7 @@ class CountingStore:
             return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; the sum."""
+        """Add `amount` to a number; returns the sum."""
         with self._counted(key, "00000000"):
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
@@ -63,7 +63,7 @@ class CountingStore:
             return total
 
     def compare_set(self, key: str, before: str, value: str) -> bytes:
-        """Store a value in place of another one, or of none for ""."""
+        """Store a value if the key has the value `before`, or no value for ""; returns the value of the key."""
         with self._counted(key, before, value):
             now = self._values.get(key)
             if (now is None and not before) or now == before.encode():

@@ -1,4 +1,4 @@
-"""Messages of a rank in an exchange, as formulas; tests compare them with the calls of gloo on 2, 4 and 8 ranks.
+"""Formulas for the messages of a rank in an exchange; tests compare them with calls of gloo on 2, 4 and 8 ranks.
 
 "Before" is commit 24724a0. gloo's all-gather is a ring: a rank sends a block to its neighbour for each other rank.
 """
@@ -13,11 +13,11 @@ from trainstack.backends.processes.headers import SIZE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """By the rank that sends most.
+    """The messages of the rank that sends most.
 
     Attributes:
-        messages: one after the other, so the exchange takes as many times the latency of the network.
-        bytes: in all of them.
+        messages: their number. They are sequential, so the exchange takes this number of network latencies.
+        bytes: their total size.
     """
 
     messages: int
@@ -28,7 +28,7 @@ class Sent:
 
 
 def merge(size: int, width: int = SIZE) -> Sent:
-    """Recursive doubling of `width` bytes: a rank that speaks for one beyond the power of two sends once more."""
+    """Recursive doubling of `width` bytes; with more ranks than a power of two, one rank sends once more."""
     power = int(math.log2(size))
     messages = power + (size > 1 << power)
     return Sent(messages=messages, bytes=messages * width)

@@ -1,4 +1,4 @@
-"""Wall times of exchanges on this machine, in processes; the code of 24724a0 is timed in the same run."""
+"""Wall times of exchanges between processes of this machine, with those of commit 24724a0 in the same run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROUNDS = 30
 
 
 def on_a_rank() -> dict[str, float]:
-    """Medians in milliseconds, of rank 0."""
+    """Medians of rank 0 in milliseconds."""
     torch.set_num_threads(1)
     stack = ts.build_trainer_backend("ddp")
     comm: Any = stack.open("cpu").comm

@@ -1,4 +1,4 @@
-"""Requests of the rendezvous and of a failure to the store, counted in the library's code, a thread a rank."""
+"""Count requests of the library to the store, in a rendezvous and after a failure; each rank is a thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from trainstack.backends.processes.watchdog import PeerWatchdog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCost:
-    """Of all ranks together.
+    """The costs of all ranks together.
 
     Attributes:
         requests, bytes: to and from the store.
-        lines: that the ranks print; 0 where that is not counted.
-        seconds: from the arrival of the last rank to the end.
+        lines: lines of the messages of the ranks; 0 if they are not counted.
+        seconds: the time from the arrival of the last rank to the end.
     """
 
     requests: int
@@ -33,7 +33,7 @@ class StoreCost:
 
 
 def in_threads(size: int, call: Callable[[int], Any]) -> list[Any]:
-    """`call(rank)` of each rank, in a thread each."""
+    """The results of `call(rank)`, each in a separate thread."""
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -48,7 +48,7 @@ def in_threads(size: int, call: Callable[[int], Any]) -> list[Any]:
 
 
 def rendezvous(size: int, spread_s: float = 1.0, timeout_s: float = 120.0) -> StoreCost:
-    """Ranks that arrive one after the other within `spread_s`, eight to a host."""
+    """A rendezvous of ranks that arrive one after the other within `spread_s`; each host has eight."""
     store, ends = CountingStore(), list[float]()
     begin = time.monotonic()
 
@@ -74,7 +74,7 @@ def rendezvous(size: int, spread_s: float = 1.0, timeout_s: float = 120.0) -> St
 
 
 def failure(size: int) -> StoreCost:
-    """All ranks but the last lose touch with it at once: it has ended without a word."""
+    """The last rank ends without a message, and all others lose their connection to it at the same time."""
     store = CountingStore()
     before = watchdog.PAUSE_S, watchdog.ANSWER_S
     watchdog.PAUSE_S, watchdog.ANSWER_S = 0.1, 1.0

@@ -26,6 +26,10 @@ def build_trainer_backend(name: str, *args: Any, **options: Mapping[str, Any]) -
     Raises:
         BackendSpecError: no legal stack has this name.
         ConfigurationError: an option names a layer that is not in the stack, or the layer does not take the option.
+
+    Examples:
+        >>> backend = ts.build_trainer_backend("sp-bf16")
+        >>> ts.Trainer(module, args, trainer_backend=backend).train()
     """
     factory = registered_backend(name) if isinstance(name, str) else None
     if factory is not None:
@@ -91,5 +95,9 @@ def explain(spec: str) -> str:
 
     Raises:
         BackendSpecError: `spec` is not a legal stack.
+
+    Examples:
+        >>> print(ts.explain("sp-bf16"))
+        sp-bf16...
     """
     return build_trainer_backend(spec).explain()

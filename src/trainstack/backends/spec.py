@@ -36,9 +36,24 @@ _BACKENDS: dict[str, Callable[..., TrainerBackend]] = {}
 def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], Layer]:
     """Class decorator that makes a layer available under `token` in backend strings.
 
+    Args:
+        token: lower-case letters, digits and inner hyphens.
+        slot: the place of the layer in a stack. Each slot but `Slot.USER` has one layer a stack.
+
     Raises:
         ConfigurationError: the token does not consist of lower-case letters, digits and inner hyphens, or is taken; or
             `ends` or `may_be_skipped` contains a word that is not a verb.
+
+    Examples:
+        >>> @ts.register_layer("counts")
+        ... class Counts(ts.AbstractTrainerBackendDecorator):
+        ...     steps = 0
+        ...
+        ...     def step(self, work):
+        ...         self.steps += 1
+        ...         return self.inner.step(work)
+        >>> ts.Trainer(module, args, trainer_backend="sp-counts").train()
+        >>> ts.unregister("counts")
     """
     if not all(part.isalnum() and part == part.lower() for part in token.split("-")):
         raise ConfigurationError(
@@ -65,6 +80,10 @@ def register_layer(token: str, *, slot: Slot = Slot.USER) -> Callable[[Layer], L
 def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) -> None:
     """Make a complete custom backend available under `name`, outside the grammar of layers.
 
+    Args:
+        name: the name for `TrainerArguments.backend`.
+        factory: makes the backend from the arguments of `build_trainer_backend`.
+
     Raises:
         ConfigurationError: the name is taken.
     """
@@ -74,7 +93,11 @@ def register_trainer_backend(name: str, factory: Callable[..., TrainerBackend]) 
 
 
 def unregister(name: str) -> None:
-    """Remove a custom layer or backend from the table. Unknown names are ignored."""
+    """Remove a custom layer or backend from the table. Unknown names are ignored.
+
+    Args:
+        name: the token of the layer, or the name of the backend.
+    """
     _LAYERS.pop(name, None)
     _BACKENDS.pop(name, None)
 

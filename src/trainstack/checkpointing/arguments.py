@@ -154,6 +154,12 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
+
+    Examples:
+        >>> saving = ts.DefaultCheckpointerArguments(
+        ...     every_n_steps=4, keep_last=3, keep_best=1, monitor="val/loss"
+        ... )
+        >>> ts.Trainer(module, replace(args, checkpointer_args=saving)).train()
     """
 
     ALIASES: ClassVar[dict[str, str]] = _OTHER_NAMES

@@ -94,6 +94,13 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     Raises:
         CheckpointNotFoundError: `directory` does not exist.
+
+    Examples:
+        >>> trainer = ts.Trainer(module, args)
+        >>> trainer.train()
+        >>> newest = ts.list_checkpoints(f"{trainer.output_dir}/checkpoints")[-1]
+        >>> ts.verify_checkpoint(newest.path).global_step
+        8
     """
     root = local_path(directory, "directory")
     if not root.is_dir():

@@ -114,6 +114,12 @@ def read_model(path: str | os.PathLike[str], *, mapped: bool = False, strip_pref
         CheckpointDamagedError: a file is damaged; the message names it and the fault.
         CheckpointMismatchError: it is a single file, has no model state, is of a newer trainstack, or no name begins
             with `strip_prefix`.
+
+    Examples:
+        >>> path = ts.export_model(module, "line")
+        >>> model = nn.Linear(1, 1)
+        >>> model.load_state_dict(ts.read_model(path, strip_prefix="model."))
+        <All keys matched successfully>
     """
     state = _read_model(path, _Reader(map_tensors if mapped else read_tensors))
     return without_prefix(state, strip_prefix, path)

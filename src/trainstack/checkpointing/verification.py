@@ -39,6 +39,9 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     and
     the range of elements.
 
+    Args:
+        path: of the checkpoint or export.
+
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
         CheckpointDamagedError: a file is damaged; the message names it and the fault.

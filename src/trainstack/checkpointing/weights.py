@@ -94,6 +94,11 @@ def export_model(
         UnsupportedStateError: a state contains a value that the format cannot store.
         ConfigurationError: `model` is neither a module nor a mapping, or has no such part, or contains other values
             than tensors, for a file.
+
+    Examples:
+        >>> path = ts.export_model(module, "line", card={"license": "mit"})
+        >>> sorted(ts.read_model(path))
+        ['model.bias', 'model.weight']
     """
     owner, state = None, _state_of(model)
     if isinstance(model, nn.Module) and (part or not hasattr(model, "get_state")):
@@ -340,6 +345,12 @@ def warm_start(
     Raises:
         CheckpointMismatchError: nothing fits, or not everything with `strict`. The model is unchanged.
         CheckpointNotFoundError, CheckpointDamagedError: `source` cannot be read.
+
+    Examples:
+        >>> path = ts.export_model(module, "line")
+        >>> report = ts.warm_start(make_module(), path)
+        >>> sorted(report.loaded)
+        ['model.bias', 'model.weight']
     """
     if not isinstance(source, Mapping):
         source = resolve_pointer(local_path(source, "source"))

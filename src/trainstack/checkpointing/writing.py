@@ -428,6 +428,21 @@ def write_model(
     of
     the module `owner` are added. `card` has fields for the README's front matter. A state of more than `max_shard_size`
     bytes is divided into several files. Otherwise like `write_checkpoint`.
+
+    Args:
+        model_state: tensors and plain values by name.
+        directory: the parent; it is created if it does not exist.
+        name: of the folder.
+        metadata: further plain values for the manifest.
+        plan: of the training, for the manifest and the README.
+        global_step: global steps of the training.
+        run_id: of the run that trained the weights.
+        lineage: the sources of the weights, for the manifest.
+        lease: the lease of the run directory, which is checked before the folder gets its name.
+        owner: the module, whose files for `from_pretrained` are added.
+        card: fields of the README's front matter.
+        max_shard_size: bytes a file; a larger state is divided into several files.
+        sign: a result of `checkpoint_signer(key)`, to add a signature.
     """
     encoder = StateEncoder()
     tree = _dump({MODEL_STATE: encoder.encode(model_state, MODEL_STATE)})

@@ -86,6 +86,11 @@ def launch(
     Raises:
         ConfigurationError: an argument is wrong, or `fn` cannot be pickled.
         LaunchError: a process failed; it names the rank and contains the traceback.
+
+    Examples:
+        >>> if __name__ == "__main__":
+        ...     results = ts.launch(print, "trained", nproc=2)
+        trained
     """
     check_not_in_worker("launch()")
     order = check_options(nproc, nnodes, node_rank, rdzv_endpoint, max_restarts, rank_output, timeout_s, grace_s, env)

@@ -55,6 +55,12 @@ def replay(
     Raises:
         ConfigurationError: the run has no records, is private, or the steps cannot be replayed.
         LaunchError: the processes failed before a step differed.
+
+    Examples:
+        >>> if __name__ == "__main__":
+        ...     ts.Trainer(make_module(), replace(args, output_dir="runs/line")).train()
+        ...     print(ts.replay(make_module, "runs/line", quiet=True).same)
+        True
     """
     check_not_in_worker("replay()")
     pickle_call(make_module, (), "replay")

@@ -33,12 +33,21 @@ Made = TypeVar("Made", Start, CheckpointNote, End)
 
 
 def log_path(run: Path, rank: int) -> Path:
-    """The file of a rank's log in the folder of a run."""
+    """The file of a rank's log in the folder of a run.
+
+    Args:
+        run: the folder of the run.
+        rank: the rank, from 0.
+    """
     return run / FOLDER / f"rank-{rank:05d}.log"
 
 
 def ranks_of(run: Path) -> list[int]:
-    """The ranks that have a step log in the folder of a run, in order."""
+    """The ranks that have a step log in the folder of a run, in order.
+
+    Args:
+        run: the folder of the run.
+    """
     names = sorted(path.stem for path in (run / FOLDER).glob("rank-*.log"))
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
@@ -121,9 +130,19 @@ def read_step_log(run: Path, rank: int = 0) -> StepLog:
 
     If a later segment had fewer ranks, the result has no entries of steps that the others have repeated since.
 
+    Args:
+        run: the folder of the run.
+        rank: the rank, from 0.
+
     Raises:
         CheckpointNotFoundError: there is no step log.
         CheckpointDamagedError: it cannot be read.
+
+    Examples:
+        >>> from trainstack.step_log import read_step_log
+        >>> trainer = ts.Trainer(module, replace(args, writers=["csv"]))
+        >>> trainer.train()
+        >>> log = read_step_log(trainer.output_dir)
     """
     path = log_path(run, rank)
     read = _Read(path)

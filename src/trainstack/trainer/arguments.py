@@ -214,6 +214,16 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     Raises:
         ConfigurationError: a value is out of range, or two contradict each other.
+
+    Examples:
+        >>> args = ts.TrainerArguments(
+        ...     epochs=3, train_batch_size=64, backend="auto-bf16", resume="auto"
+        ... )
+        >>> replace(args, epochs=5).epochs
+        5
+        >>> ts.TrainerArguments(batch_size=64)
+        Traceback (most recent call last):
+        trainstack.errors.ConfigurationError: ...Write train_batch_size...
     """
 
     ALIASES: ClassVar[dict[str, str]] = ALIASES

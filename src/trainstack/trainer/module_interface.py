@@ -195,6 +195,27 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         logged: the last logged value of each name while no trainer runs the module, such as in a unit test of a step.
         metrics: not defined here. A module may define this attribute or method: metrics by name, objects with `update`,
             `compute` and `reset`; see docs/validation.md.
+
+    Examples:
+        >>> class Line(ts.ModuleInterface):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.model = nn.Linear(1, 1)
+        ...
+        ...     def get_optimizers_schedulers(
+        ...         self, estimated_global_steps_per_epoch, epochs
+        ...     ):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1), None
+        ...
+        ...     def get_train_dataloader(self, sampler, batch_size):
+        ...         return DataLoader(
+        ...             data, batch_size=batch_size, sampler=sampler(data)
+        ...         )
+        ...
+        ...     def train_step(self, global_step, batch, device):
+        ...         x, y = batch
+        ...         return nn.functional.mse_loss(self.model(x), y)
+        >>> ts.Trainer(Line(), args).train()
     """
 
     plan: TrainingPlan = None  # type: ignore[assignment]  # set before any method of the user is called

@@ -43,6 +43,11 @@ def parameter_groups(
     Raises:
         ConfigurationError: `layer_decay` is out of range, no parameter has a number in its name, or a pattern matches
             nothing.
+
+    Examples:
+        >>> groups = ts.parameter_groups(module, lr=1e-3, weight_decay=0.1)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.0, 1), (0.1, 1)]
     """
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ConfigurationError(f"layer_decay={layer_decay!r}: write a number above 0 and up to 1, such as 0.75.")
@@ -78,6 +83,14 @@ def split_parameters(module: nn.Module, keys: Iterable[str]) -> dict[str, list[n
 
     Raises:
         ConfigurationError: a parameter matches no key, or a key gets no parameter.
+
+    Examples:
+        >>> parts = ts.split_parameters(module, ["matrices", "rest"])
+        >>> {
+        ...     key: [tuple(parameter.shape) for parameter in part]
+        ...     for key, part in parts.items()
+        ... }
+        {'matrices': [(1, 1)], 'rest': [(1,)]}
     """
     embeddings = {
         id(p) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()

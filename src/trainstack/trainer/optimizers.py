@@ -32,6 +32,13 @@ def build_optimizer(
 
     Raises:
         ConfigurationError: there is no such optimizer, or it does not have these options.
+
+    Examples:
+        >>> optimizer = ts.build_optimizer(
+        ...     "adamw", module.parameters(), lr=1e-3, weight_decay=0.1
+        ... )
+        >>> type(optimizer).__name__
+        'AdamW'
     """
     made_by = optimizer_class(name)
     given = {"lr": lr, "weight_decay": weight_decay}

@@ -98,6 +98,19 @@ class SupervisedModule(ModuleInterface):
         loss_per_record: set by private training while it calls `train_step`, which then returns losses `(records,)`.
         weight_choice: description of the items that the loss of the last counted batch is a mean over; empty before the
             first.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> module = ts.SupervisedModule(
+        ...     model,
+        ...     nn.MSELoss(),
+        ...     "adamw",
+        ...     data,
+        ...     data,
+        ...     optimizer_kwargs={"lr": 0.01},
+        ...     scheduler="warmup_cosine",
+        ... )
+        >>> ts.Trainer(module, args).train()
     """
 
     model: nn.Module

@@ -117,6 +117,16 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
 
     Raises:
         ConfigurationError: an argument has the wrong type, or the backend string is invalid.
+
+    Examples:
+        >>> trainer = ts.Trainer(
+        ...     module, args, callbacks=[ts.callbacks.EarlyStopping(patience=3)]
+        ... )
+        >>> trainer.train()
+        >>> trainer.global_steps_finished
+        8
+        >>> loss = trainer.history.get_latest_metric("val/loss")
+        >>> folder = trainer.export("line")
     """
 
     module: ModuleInterface
@@ -475,6 +485,12 @@ def find_lr(trainer: Trainer, *, start: float = 1e-7, end: float = 10.0, steps: 
     Raises:
         ConfigurationError: the range is invalid; the run is private, because the trial would spend privacy; the
             training data have a custom order; or it is called during training.
+
+    Examples:
+        >>> found = ts.find_lr(ts.Trainer(module, args), steps=20)
+        >>> args = replace(args, epochs=3)
+        >>> 0 < found.suggestion < 10
+        True
     """
     if not 0 < start < end or steps < 3:  # a slope needs two differences
         raise ConfigurationError(

@@ -75,6 +75,12 @@ def verify_resume(
             before
             its end, or is private.
         LaunchError: a process failed without a kill or took too long; the message ends with its output.
+
+    Examples:
+        >>> if __name__ == "__main__":
+        ...     report = ts.verify_resume(make_module, args, kills=1, quiet=True)
+        ...     print(report.same)
+        True
     """
     check_not_in_worker("verify_resume()")
     _check(args, kills, nproc, timeout_s)

@@ -1,4 +1,4 @@
-"""Epsilon is an upper bound that behaves like one, comes in time, and can be inverted."""
+"""Epsilon is a monotone upper bound, is computed within seconds, and can be inverted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("accountant", ["prv", "rdp"])
 
 
 def exact_delta_of_one_step(epsilon: float, sigma: float, q: float, *, removed: bool) -> float:
-    """The hockey stick between N(0) and (1-q) N(0) + q N(1): where the mixture exceeds e^epsilon, and the reverse."""
+    """The hockey-stick divergence between N(0) and (1-q) N(0) + q N(1), in one direction or the other."""
     growth = math.expm1(epsilon if removed else -epsilon) / q
     if growth <= -1:
         return 0.0  # the mixture never falls so far
@@ -53,13 +53,13 @@ def test_one_step_is_bounded_as_closely_as_stated(sigma: float, q: float) -> Non
 
 
 @given(st.floats(0.5, 3), st.floats(0.01, 0.9), st.floats(0.01, 3))
-def test_adding_a_record_shows_less_than_removing_one(sigma: float, q: float, epsilon: float) -> None:
-    """So it is enough that opacus' prv accounts for one direction only."""
+def test_adding_a_record_reveals_less_than_removing_one(sigma: float, q: float, epsilon: float) -> None:
+    """So it suffices that opacus' prv accounts for one direction."""
     removed = exact_delta_of_one_step(epsilon, sigma, q, removed=True)
     assert exact_delta_of_one_step(epsilon, sigma, q, removed=False) <= removed + 1e-12
 
 
-# --- an upper bound behaves
+# --- monotony
 
 
 @settings(max_examples=EXAMPLES // 5)
@@ -84,7 +84,7 @@ def test_more_noise_spends_less(sigma: float, q: float, steps: int, delta: float
 
 @settings(max_examples=EXAMPLES // 20)
 @given(st.floats(0.6, 4), st.floats(1e-4, 0.3), st.integers(1, 2000), st.floats(1e-7, 1e-3))
-def test_the_tighter_accountant_is_as_monotone(sigma: float, q: float, steps: int, delta: float) -> None:
+def test_the_tighter_accountant_is_monotone_too(sigma: float, q: float, steps: int, delta: float) -> None:
     here = epsilon_of([(sigma, q, steps)], delta)
     grid = 1e-3  # of prv, far below its stated error of 0.01
     assert here <= epsilon_of([(sigma, q, 2 * steps)], delta) + grid
@@ -101,14 +101,14 @@ def test_the_same_steps_in_several_entries_are_one_entry(accountant: str) -> Non
 
 
 @both
-def test_a_mixed_history_spends_more_than_each_part_and_less_than_their_sum(accountant: str) -> None:
+def test_a_mixed_history_spends_between_its_maximum_and_its_sum(accountant: str) -> None:
     first, second = (1.0, 0.02, 200), (2.0, 0.05, 300)
     alone = [epsilon_of([entry], 1e-5, accountant) for entry in (first, second)]
     together = epsilon_of([first, second], 1e-5, accountant)
     assert max(alone) < together < sum(alone)
 
 
-# --- the corners in which the accountants underneath fail or dawdle
+# --- inputs on which the accountants of other libraries fail or are slow
 
 
 @both
@@ -129,9 +129,11 @@ def test_nothing_spent_is_zero_and_no_noise_is_infinite(accountant: str) -> None
         [(1.0, 0.01, 10_000_000)],
         [(1.0 + 0.01 * k, 0.01, 30) for k in range(30)],
     ],
-    ids=["hopeless", "more hopeless", "long", "30 kinds of noise"],
+    ids=["large epsilon", "larger epsilon", "long", "30 kinds of noise"],
 )
-def test_no_question_takes_minutes(history: list[tuple[float, float, int]]) -> None:
+def test_difficult_histories_fall_back_to_renyi_accounting_within_seconds(
+    history: list[tuple[float, float, int]],
+) -> None:
     began = time.process_time()
     epsilon = epsilon_of(history, 1e-5)
     assert time.process_time() - began < patience(10)
@@ -144,15 +146,15 @@ def test_a_long_history_is_still_accounted_for_tightly() -> None:
     assert epsilon_of(history, 1e-5) < 0.95 * epsilon_of(history, 1e-5, "rdp")
 
 
-def test_a_delta_near_the_rounding_of_the_transform_is_left_to_renyi_accounting() -> None:
-    """There opacus' prv is off by units, in either direction: 4.7 instead of 1.5 in the first of these."""
+def test_renyi_accounting_handles_deltas_near_the_rounding_of_the_transform() -> None:
+    """There the errors of opacus' prv exceed 1 in both directions: 4.7 instead of 1.5 in the first case."""
     for delta in (1e-12, 1e-11, 1e-10):
         history = [(1.0, 0.001, 30_000)]
         assert epsilon_of(history, delta) == epsilon_of(history, delta, "rdp")
 
 
 def test_renyi_accounting_has_no_floor() -> None:
-    """opacus' orders end at 63, which leaves 0.1 however little was spent."""
+    """opacus' orders end at 63, so its smallest epsilon is about 0.1."""
     assert epsilon_of([(500.0, 0.001, 3)], 1e-5, "rdp") < 0.01
 
 
@@ -172,7 +174,7 @@ def test_renyi_accounting_has_no_floor() -> None:
         ([(1.0, 0.1, 3)], math.nan, "delta=nan"),
     ],
 )
-def test_numbers_that_describe_no_mechanism_are_refused(
+def test_numbers_outside_their_ranges_are_refused(
     history: list[tuple[float, float, float]], delta: float, words: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
@@ -184,7 +186,7 @@ def test_accountants_that_report_too_little_are_refused() -> None:
         epsilon_of([(1.0, 0.1, 3)], 1e-5, "gdp")
 
 
-# --- the way back
+# --- noise and steps from epsilon
 
 
 @both
@@ -196,12 +198,12 @@ def test_calibrated_noise_meets_the_target_and_wastes_little(accountant: str, ta
     assert target - min(0.011, target / 40) < reached <= target
 
 
-def test_a_target_beyond_all_noise_is_refused() -> None:
+def test_a_target_that_no_noise_reaches_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"target_epsilon=1e-05: no noise multiplier"):
         calibrate_noise(1e-5, 1e-9, 1.0, 10**6, "rdp")
 
 
-def test_a_budget_that_only_the_tighter_accountant_allows_allows_all_planned_steps() -> None:
+def test_steps_within_a_budget_are_counted_by_the_tighter_accountant() -> None:
     prv, rdp = (epsilon_of([(1.0, 0.01, 500)], 1e-5, accountant) for accountant in ("prv", "rdp"))
     assert steps_within((prv + rdp) / 2, [], 1.0, 0.01, 1e-5, at_most=500) == 500
 
@@ -211,7 +213,7 @@ def test_a_budget_that_only_the_tighter_accountant_allows_allows_all_planned_ste
     ("budget", "history", "sigma", "q"),
     [(2.0, [], 1.0, 0.02), (3.0, [(0.9, 0.02, 40)], 1.2, 0.05), (0.5, [], 1.5, 0.001)],
 )
-def test_a_budget_allows_every_step_within_it_and_not_one_more(
+def test_a_budget_allows_all_steps_within_it_and_no_more(
     accountant: str, budget: float, history: list[tuple[float, float, int]], sigma: float, q: float
 ) -> None:
     def spent(steps: int) -> float:
@@ -226,7 +228,7 @@ def test_a_budget_spent_already_allows_nothing() -> None:
     assert steps_within(1.0, [], 0.0, 0.1, 1e-5) == 0
 
 
-def test_a_limit_that_fits_is_the_answer() -> None:
+def test_a_limit_within_the_budget_is_returned() -> None:
     assert steps_within(2.0, [], 1.0, 0.001, 1e-5, at_most=50) == 50
     assert steps_within(2.0, [], 1.0, 0.0, 1e-5, at_most=50) == 50
 
@@ -239,7 +241,7 @@ def test_delta_is_the_inverse_of_epsilon(accountant: str) -> None:
     assert delta_of(1e-9, [(0.1, 1.0, 50)], accountant) == 1.0
 
 
-def test_a_tiny_target_asks_the_slow_accountant_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_target_needs_seven_calls_of_the_slow_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def slow(history: list[tuple[float, float, int]], delta: float, eps_error: float, rdp: float) -> float:

@@ -79,14 +79,14 @@ def test_the_budget_is_the_target_unless_said_otherwise() -> None:
 
 @pytest.mark.spec("O13")
 @given(st.integers(1, 20_000), st.integers(1, 20_000))
-def test_rate_and_denominator_are_those_of_the_user_for_each_data_set(batch: int, records: int) -> None:
+def test_rate_and_denominator_follow_from_batch_and_data_set_size(batch: int, records: int) -> None:
     batch = min(batch, records)
     plan, _ = make_plan(noise_multiplier=1.0, delta=1e-9, batch=batch, records=records)
     assert plan.sample_rate == batch / records
     assert (plan.expected_batch_size, plan.dataset_size) == (batch, records)
 
 
-def test_the_number_of_records_that_may_be_published_takes_the_place_of_the_true_one() -> None:
+def test_a_public_dataset_size_replaces_the_true_number_of_records() -> None:
     plan, _ = make_plan(noise_multiplier=1.0, batch=10, records=203, dataset_size=200)
     assert (plan.sample_rate, plan.dataset_size) == (0.05, 200)
 

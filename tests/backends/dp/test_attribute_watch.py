@@ -1,4 +1,4 @@
-"""Probes of plain attributes do not change the current step, and see attributes that carry records into later steps."""
+"""Probes of plain attributes do not change the current step, and find those that carry records into later steps."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ class FirstMean(Net):
 
 
 @pytest.mark.parametrize("mode", ["auto", "loop"])
-def test_an_attribute_of_the_first_forward_pass_is_refused_before_anything_is_released(
-    mode: str, tmp_path: Any
-) -> None:
+def test_an_attribute_that_a_forward_pass_sets_is_never_released(mode: str, tmp_path: Any) -> None:
     seen = Gradients()
     with pytest.raises(PrivacyError, match="gradients of other records change"):
         private_trainer(tmp_path / "1", FirstMean(0.5), [seen], grad_mode=mode).train()
@@ -106,7 +104,7 @@ class LateMean(Net):
             self.kept = slow_mean(self.kept, x)
 
 
-def test_the_last_step_is_looked_at_too(tmp_path: Any) -> None:
+def test_the_last_step_is_checked_too(tmp_path: Any) -> None:
     with pytest.raises(PrivacyError, match="kept changed"):
         sums_of(tmp_path, LateMean(0.5))
 
@@ -223,7 +221,7 @@ class Recurrent(Net):
         return [torch.optim.SGD(self.parameters(), lr=0.1)], []
 
 
-def test_lists_of_parameters_do_not_count_as_state_of_the_user(tmp_path: Any) -> None:
+def test_lists_of_parameters_are_not_state_of_the_user(tmp_path: Any) -> None:
     assert len(sums_of(tmp_path, Recurrent())) == STEPS
 
 

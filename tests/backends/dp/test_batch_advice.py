@@ -28,7 +28,7 @@ def plan_of(epochs: int = 30, **given: Any) -> PrivacyPlan:
     return make_plan(**{"delta": 1e-7, **given}, steps=steps)[0]
 
 
-def test_the_ratio_is_the_limit_over_the_length_of_the_noise() -> None:
+def test_the_ratio_is_the_limit_over_the_norm_of_noise() -> None:
     batch, sigma, parameters, limit = 64, 1.7, 40_000, 0.3
     noise = torch.randn(parameters, generator=torch.Generator().manual_seed(0)) * sigma * limit / batch
     assert signal_to_noise(batch, sigma, parameters) == pytest.approx(limit / float(noise.norm()), rel=0.02)
@@ -38,7 +38,7 @@ def test_the_ratio_is_the_limit_over_the_length_of_the_noise() -> None:
     ("records", "batch", "sigma", "parameters"),
     [(1437, 64, 1.7, 4810), (60_000, 240, 0.97, 10**6), (10**6, 1000, 0.6, 10**7), (5000, 50, 3.0, 30_000)],
 )
-def test_the_larger_batch_serves_at_the_same_epsilon_and_epochs(
+def test_the_larger_batch_suffices_at_the_same_epsilon_and_epochs(
     records: int, batch: int, sigma: float, parameters: int
 ) -> None:
     plan = plan_of(records=records, batch=batch, noise_multiplier=sigma)
@@ -59,7 +59,7 @@ def test_the_advice_does_not_delay_the_start() -> None:
     assert time.process_time() - began < 0.3
 
 
-def test_rows_name_the_value_to_write_or_say_that_no_batch_is_large_enough() -> None:
+def test_advice_has_a_larger_batch_or_says_that_none_suffices() -> None:
     plan = plan_of(records=1437, batch=64, noise_multiplier=1.7)
     ((label, text),) = advice_rows(plan, 4810)
     assert label == "signal to noise"
@@ -83,7 +83,7 @@ def test_the_printed_plan_has_the_ratio(tmp_path: Path, capsys: pytest.CaptureFi
     assert FAR_TOO_FEW in printed
 
 
-def test_the_command_prints_the_ratio_for_so_many_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_ratio_for_a_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--samples", "1437", "--processes", "3", "--train_batch_size", "64", "--backend", "ddp-dp"]
     words += ["--differential_privacy_args.delta", "1e-4", "--differential_privacy_args.noise_multiplier", "1.7"]
     assert main(words) == 0

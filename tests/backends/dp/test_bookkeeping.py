@@ -237,7 +237,7 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
         mode.add(run, torch.randn(3, 4), 3)
 
 
-def test_a_norm_that_rounding_makes_too_small_does_not_let_a_record_through() -> None:
+def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
     """The positions' gradients cancel, so that the products of which the norm is the sum are far larger than it."""
     torch.manual_seed(0)
     limit = 1.0

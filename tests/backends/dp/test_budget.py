@@ -30,7 +30,7 @@ def spend_all(accountant: Accountant) -> int:
     return steps
 
 
-def test_steps_that_a_chosen_stop_left_out_keep_the_noise_of_their_plan(ledger: SpendLedger) -> None:
+def test_unused_steps_of_an_early_stop_keep_their_planned_noise(ledger: SpendLedger) -> None:
     first = spend(make_accountant(ledger, noise_multiplier=0.5), 3)
     first.plan_unused(7)
     again = make_accountant(SpendLedger(ledger.path), noise_multiplier=4.0, allow_plan_change=True, max_epsilon=50.0)
@@ -86,7 +86,7 @@ def test_a_run_stops_at_the_last_step_within_its_budget(accountant: str, with_le
     assert run.steps == steps
 
 
-def test_a_run_that_spent_its_budget_stays_stopped_after_a_resume(ledger: SpendLedger) -> None:
+def test_a_spent_budget_stays_spent_after_a_resume(ledger: SpendLedger) -> None:
     spent = make_accountant(ledger, max_epsilon=2.0)
     spend_all(spent)
     for other in (None, another(ledger)):
@@ -99,7 +99,7 @@ def test_a_run_that_spent_its_budget_stays_stopped_after_a_resume(ledger: SpendL
         assert resumed.epsilon() == spent.epsilon() <= 2.0
 
 
-def test_a_run_may_outlast_its_plan_as_far_as_the_budget_goes() -> None:
+def test_a_run_may_exceed_its_plan_within_its_budget() -> None:
     planned_well = spend_all(make_accountant(max_epsilon=2.0, steps=1000))
     assert spend_all(make_accountant(max_epsilon=2.0, steps=10)) == planned_well > 10
 
@@ -116,7 +116,7 @@ def test_without_a_budget_nothing_stops_a_run() -> None:
     assert spend(run, 1).epsilon() == float("inf")
 
 
-def test_interrupted_anywhere_a_run_spends_as_much_as_in_one_piece(ledger: SpendLedger) -> None:
+def test_an_interrupted_run_spends_as_much_as_an_unbroken_one(ledger: SpendLedger) -> None:
     whole = spend_all(make_accountant(max_epsilon=2.0))
     for other in (False, True):
         state, steps = None, 0
@@ -163,7 +163,7 @@ def test_two_runs_have_two_names() -> None:
 
 
 @pytest.mark.parametrize("state", [None, {}, {"history": []}, {"plan": {}, "history": [], "overrides": []}])
-def test_a_checkpoint_that_says_nothing_of_the_spend_is_refused(state: dict[str, Any] | None) -> None:
+def test_a_checkpoint_without_its_spent_steps_is_refused(state: dict[str, Any] | None) -> None:
     with pytest.raises(CheckpointMismatchError, match="so their epsilon is unknown"):
         make_accountant().update_state(state)
 
@@ -213,7 +213,7 @@ def test_steps_after_the_checkpoint_that_were_lost_stay_spent(
     assert f"{resumed.steps - 5} private steps after the checkpoint are spent too" in caplog.text
 
 
-def test_a_clean_end_gives_the_block_back(ledger: SpendLedger, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clean_end_returns_the_unused_steps(ledger: SpendLedger, caplog: pytest.LogCaptureFixture) -> None:
     first = spend(make_accountant(ledger), 5)
     first.settle()
     resumed = make_accountant(another(ledger))

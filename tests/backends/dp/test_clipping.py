@@ -48,10 +48,10 @@ def test_automatic_clipping_divides_by_the_norm_and_a_constant() -> None:
     assert norms_after(clipper, SQUARES).tolist() == pytest.approx([5 / 5.01, 0.0, 0.5], rel=1e-5)
 
 
-def test_adaptive_clipping_counts_the_records_within_the_limit_less_one_half_each() -> None:
+def test_adaptive_clipping_counts_unclipped_records_minus_half_of_all() -> None:
     clipper = AdaptiveClipper(2.0)
-    clipper.factors(SQUARES)  # one above, two within
-    clipper.factors(torch.tensor([[math.inf], [0.0]]))  # counts for nothing
+    clipper.factors(SQUARES)  # one norm above the limit, two within it
+    clipper.factors(torch.tensor([[math.inf], [0.0]]))  # a record that is not finite counts as 0
     assert float(clipper.pop_counts()) == -0.5 + 0.5 + 0.5
     clipper.limit = 10.0
     clipper.factors(SQUARES)
@@ -62,7 +62,7 @@ def test_adaptive_clipping_counts_the_records_within_the_limit_less_one_half_eac
 @pytest.mark.parametrize(
     "clipper", [FlatClipper(1.0), AutomaticClipper(), AdaptiveClipper(1.0), PerLayerClipper([0, 1], [1.0, 1.0])]
 )
-def test_a_record_that_is_not_finite_in_one_parameter_is_dropped_from_all(clipper: Clipper, bad: float) -> None:
+def test_one_nonfinite_gradient_drops_a_record_from_all_parameters(clipper: Clipper, bad: float) -> None:
     factors = clipper.factors(torch.tensor([[1.0, bad], [1.0, 1.0]]))
     assert factors.dropped is not None
     assert factors.dropped.tolist() == [False, True]
@@ -70,7 +70,7 @@ def test_a_record_that_is_not_finite_in_one_parameter_is_dropped_from_all(clippe
     assert clipper.factors(torch.ones(2, 2)).dropped is None
 
 
-def test_limits_of_per_layer_clipping_are_one_for_all_or_one_a_parameter_or_one_a_module() -> None:
+def test_per_layer_limits_are_common_per_parameter_or_per_module() -> None:
     names = ["encoder.weight", "encoder.bias", "head.weight"]
     assert per_layer_clipper(names, 3.0).sensitivity == pytest.approx(3.0)
     assert per_layer_clipper(names, [1.0, 2.0, 2.0]).sensitivity == pytest.approx(3.0)
@@ -126,7 +126,7 @@ def counts_of(clipper: Any) -> float | None:
 
 
 @pytest.mark.parametrize("asked", ["bookkeeping", "vmap", "loop"])
-def test_norms_are_float32_inside_a_region_of_autocast_and_where_less_precision_is_allowed(asked: str) -> None:
+def test_norms_are_float32_under_autocast_and_reduced_matmul_precision(asked: str) -> None:
     module, batches = make("plain")
     mode = MODES[asked](module, trained(module), FlatClipper(0.05))
     before = torch.get_float32_matmul_precision()

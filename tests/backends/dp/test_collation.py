@@ -64,7 +64,7 @@ def _rare_record_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mode", ["loop", "auto"])
 @pytest.mark.parametrize(("collate", "masks"), [(scaled_by_largest, True), (padded, False)])
-def test_a_batch_with_the_one_record_that_changes_others_is_refused(
+def test_a_batch_whose_collation_lets_records_interact_is_refused(
     collate: Any, masks: bool, mode: Any, tmp_path: Any
 ) -> None:
     with pytest.raises(PrivacyError, match="collate_fn gives a record another sample") as raised:
@@ -73,7 +73,7 @@ def test_a_batch_with_the_one_record_that_changes_others_is_refused(
 
 
 @pytest.mark.parametrize("collate", [padded, sorted_by_size])
-def test_padding_that_is_masked_and_another_order_are_allowed(collate: Any, tmp_path: Any) -> None:
+def test_masked_padding_and_another_order_are_allowed(collate: Any, tmp_path: Any) -> None:
     assert len(sums_of(tmp_path, Collated(collate), grad_mode="auto")) == STEPS
 
 

@@ -1,4 +1,4 @@
-"""Code that would let one record see another in `bookkeeping` is refused there, or taken record by record."""
+"""Code that would couple records in `bookkeeping` is refused there, or applied record by record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainstack.backends.dp.modes.selection import choose_mode
 
 
 class Centring(torch.autograd.Function):
-    """Whose rule for `vmap` sees all records, in both directions."""
+    """A function whose `vmap` rule gets all records, in both passes."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_an_operation_that_could_couple_records_is_refused(what: str) -> None:
 
 
 class CentredGradient(Doubled):
-    """Whose backward pass alone mixes records."""
+    """A function that mixes records in its backward pass only."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ torch.library.register_vmap(centred, lambda info, in_dims, x: (x - x.mean(in_dim
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "vmap", "hooks"])
 @pytest.mark.parametrize("mixing", [Centring.apply, CentredGradient.apply, centred])
-def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing: Any) -> None:
+def test_a_vmap_rule_that_receives_all_records_is_refused(mode: str, mixing: Any) -> None:
     module = Written(lambda module, x: module.last(mixing(module.first(x))))
     if mode == "hooks":
         pytest.importorskip("opacus")
@@ -138,7 +138,7 @@ def test_a_rule_for_vmap_that_is_given_all_records_is_refused(mode: str, mixing:
 
 
 @pytest.mark.parametrize("place", ["module", "module before", "parameter", "accumulated"])
-def test_hooks_of_the_backward_pass_are_refused_whenever_they_come(place: str) -> None:
+def test_hooks_of_the_backward_pass_are_refused_at_any_time(place: str) -> None:
     module = Plain()
     mode = BookkeepingMode(module, trained(module), FlatClipper(1.0))
     mode.add(run, vectors(6), 6)

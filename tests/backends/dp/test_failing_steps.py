@@ -42,7 +42,7 @@ def chosen(asked: str, module: Failing, limit: float = 0.2) -> GradientMode:
 
 
 @pytest.mark.parametrize("asked", MODES)
-def test_a_step_that_failed_changes_nothing_in_those_that_follow(asked: str) -> None:
+def test_a_failed_step_does_not_change_later_steps(asked: str) -> None:
     module = Failing(per_record=asked == "ghost")
     mode, batch = chosen(asked, module), vectors(5, seed=2)
     module.error = ValueError("label 7 out of range")
@@ -61,7 +61,7 @@ def test_a_step_that_failed_changes_nothing_in_those_that_follow(asked: str) -> 
 @pytest.mark.parametrize(
     "error", [ValueError("label 7 out of range"), NotImplementedError("later"), torch.OutOfMemoryError("CUDA is full")]
 )
-def test_in_training_an_exception_of_train_step_comes_as_it_is(asked: str, error: Exception) -> None:
+def test_an_exception_of_train_step_is_raised_unchanged(asked: str, error: Exception) -> None:
     module = Failing(per_record=asked == "ghost")
     mode = chosen(asked, module)
     module.error = error
@@ -72,7 +72,7 @@ def test_in_training_an_exception_of_train_step_comes_as_it_is(asked: str, error
 
 
 class Full(torch.autograd.Function):
-    """Its backward pass finds no memory, from the second record of a batch on."""
+    """Its backward pass runs out of memory for more than one record."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Full(torch.autograd.Function):
         return gradients[0]
 
 
-def test_memory_that_ran_out_while_a_mode_was_tried_is_told_as_that() -> None:
+def test_an_out_of_memory_error_of_a_trial_is_unchanged() -> None:
     class Large(Plain):
         def logits(self, x: Tensor) -> Tensor:
             return self.last(Full.apply(self.first(x)))
@@ -111,7 +111,7 @@ def test_vmap_leaves_the_filters_of_warnings_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("asked", ["vmap", "hooks"])
-def test_a_warning_of_train_step_is_shown_once_and_not_in_every_step(asked: str) -> None:
+def test_a_warning_of_train_step_is_shown_at_most_once(asked: str) -> None:
     class Warning(Plain):
         def logits(self, x: Tensor) -> Tensor:
             warnings.warn("a habit", stacklevel=1)

@@ -48,7 +48,7 @@ def assert_fast_and_exact(module: nn.Module, batch: Any) -> None:
             each.add(run, batch, RECORDS)
             sums.append(torch.cat([total.flatten() for total in each.pop_sums()]))
         assert float((sums[0] - sums[1]).norm()) <= 1e-6 * float(sums[1].norm())
-    # One record at a time: a sum could hide that two records are mistaken for each other.
+    # One record at a time: a sum could hide that two records are exchanged.
     for i in range(RECORDS):
         one = {key: value[i : i + 1] for key, value in batch.items()}
         sums = []
@@ -71,7 +71,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_bert_with_an_attention_mask(attention: str) -> None:
+def test_bert_with_an_attention_mask_is_exact(attention: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(**SIZES, attn_implementation=attention)
     model = transformers.BertForSequenceClassification(config)
@@ -81,7 +81,7 @@ def test_bert_with_an_attention_mask(attention: str) -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about transformers
 @pytest.mark.parametrize("lora", [False, True])
-def test_gpt2_with_padded_labels(attention: str, lora: bool) -> None:
+def test_gpt2_with_padded_labels_is_exact(attention: str, lora: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=16, attn_implementation=attention
@@ -113,7 +113,7 @@ class HandWrittenLora(nn.Module):
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_lora_written_by_hand(merged: bool) -> None:
+def test_lora_written_by_hand_is_exact(merged: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(HandWrittenLora(merged), nn.Tanh(), nn.Linear(6, 3).requires_grad_(False))
     batch = {"x": torch.randn(RECORDS, 7, 4), "y": torch.randint(0, 3, (RECORDS,))}
@@ -130,7 +130,7 @@ class Residual(nn.Module):
         return F.relu(x + self.last(self.second(F.relu(self.norm(self.first(x)), inplace=True))))
 
 
-def test_a_residual_network_that_opacus_has_fixed() -> None:
+def test_a_residual_network_fixed_by_opacus_is_exact() -> None:
     validators = pytest.importorskip("opacus.validators")
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -142,7 +142,7 @@ def test_a_residual_network_that_opacus_has_fixed() -> None:
     assert_fast_and_exact(Calling(fixed, lambda net, b: F.cross_entropy(net(b["x"]), b["y"])), batch)
 
 
-def test_batch_normalisation_in_eval_mode_with_a_trained_scale() -> None:
+def test_batch_norm_in_eval_mode_with_trained_scale_is_exact() -> None:
     class Frozen(nn.BatchNorm2d):
         def train(self, mode: bool = True) -> Frozen:
             return super().train(False)

@@ -23,7 +23,7 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.vmap import VmapMode
-from trainstack.backends.dp.record_streams import RecordStreams
+from trainstack.backends.dp.record_streams import _GOLDEN, RecordStreams, _mixed, _wrapped
 from trainstack.backends.random_streams import RandomStreams, set_torch_state
 from trainstack.backends.workload import Draw
 from trainstack.trainer.resume.restoring import rng_of_rank
@@ -77,6 +77,12 @@ class Draws(Recorded):
         return nn.functional.cross_entropy(self.net(x), batch[1])
 
 
+def test_numbers_of_records_are_mixed_as_splitmix64_does() -> None:
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # the first three of seed 0
+    counters = torch.tensor([_wrapped(count * _GOLDEN) for count in (1, 2, 3)])
+    assert _mixed(counters).tolist() == list(map(_wrapped, published))
+
+
 def test_all_of_the_state_of_torchs_generator_is_set() -> None:
     streams, generator = RandomStreams.from_seed(1), torch.Generator()
     marker = set_torch_state(generator, streams.at("place"))
@@ -91,7 +97,7 @@ def test_all_of_the_state_of_torchs_generator_is_set() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_streams_of_records_no_record_moves_the_sum_by_more_than_the_limit(mode: str) -> None:
+def test_with_record_streams_a_record_moves_sums_within_the_limit(mode: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
     x, y = numbers(12).tensors
@@ -134,7 +140,7 @@ def test_a_run_with_a_debug_seed_moves_by_the_limit(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("dataset", [numbers, Records])
-def test_seeds_of_the_script_do_not_tell_the_masks(mode: str, dataset: Any, tmp_path: Path) -> None:
+def test_seeds_of_the_script_do_not_determine_the_masks(mode: str, dataset: Any, tmp_path: Path) -> None:
     made = [Recorded(dataset(20), dropout=0.5 if dataset is numbers else 0.0) for _ in range(2)]
     assert (weights(made[0]) == weights(made[1])).all()  # initial weights may be public
     sums = [step_of(module, tmp_path / str(i), secret(mode, debug_seed=None)) for i, module in enumerate(made)]
@@ -142,7 +148,7 @@ def test_seeds_of_the_script_do_not_tell_the_masks(mode: str, dataset: Any, tmp_
 
 
 class SeedsInHooks(Recorded):
-    """Seeds all generators wherever it may, and holds one with a constant seed."""
+    """Seeds all generators in each hook, and holds one with a constant seed."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset, dropout=0.5)
@@ -305,7 +311,7 @@ def test_no_random_state_is_in_a_file(debug_seed: int | None, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("old", [False, True])
-def test_a_resume_has_other_numbers_for_each_content_of_the_checkpoint(
+def test_two_resumes_from_one_checkpoint_draw_different_numbers(
     old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Older versions stored the random states of private runs."""

@@ -40,7 +40,7 @@ def test_epsilon_is_the_inverse_of_delta(mu: float, delta: float) -> None:
         assert gaussian_delta(mu, epsilon * (1 - 1e-6)) > delta * (1 - 1e-9)
 
 
-def test_no_record_without_mechanism_and_none_is_protected_without_noise() -> None:
+def test_epsilon_is_zero_without_steps_and_infinite_without_noise() -> None:
     assert gaussian_epsilon(0.0, 1e-5) == 0.0
     assert gaussian_epsilon(math.inf, 1e-5) == math.inf
     assert fixed_order_epsilon([], 1e-5) == 0.0
@@ -60,14 +60,14 @@ def test_different_noise_with_every_record_adds_up_in_squares() -> None:
     assert epsilon_of([(2.0, 1.0, 3), (3.0, 1.0, 5)], 1e-6) == gaussian_epsilon(mu, 1e-6)
 
 
-def test_a_fixed_order_counts_epochs_begun() -> None:
+def test_a_fixed_order_counts_the_epochs_that_have_begun() -> None:
     one, two = (gaussian_epsilon(math.sqrt(times) / 2.0, 1e-5) for times in (1, 2))
     assert fixed_order_epsilon([(2.0, 0.1, 1)], 1e-5) == one
     assert fixed_order_epsilon([(2.0, 0.1, 10)], 1e-5) == one  # 10 * 0.1 is one epoch; its last bit may differ
     assert fixed_order_epsilon([(2.0, 0.1, 11)], 1e-5) == two
 
 
-def test_an_epoch_whose_last_step_is_not_full_is_one_participation() -> None:
+def test_an_epoch_with_a_partial_last_step_is_one_participation() -> None:
     one, two, four = (gaussian_epsilon(math.sqrt(times), 1e-5) for times in (1, 2, 4))
     q = 256 / 60_000  # 234.4 steps
     assert round(one, 2) == 4.38
@@ -95,7 +95,7 @@ def test_shuffling_spends_more_than_poisson_samples_of_the_same_size(
 
 
 @pytest.mark.parametrize("sigma", [0.03, 0.02, 1e-3, 1e-6, 1e-9, 1e-50, 1e-300])
-def test_hardly_any_noise_has_an_epsilon_all_the_same(sigma: float) -> None:
+def test_bounds_keep_their_order_for_tiny_noise(sigma: float) -> None:
     """Likelihoods leave the range of floats long before sigma does."""
     history = [(sigma, 0.01, 100)]
     at_least, fixed = shuffled_epsilon_at_least(sigma, 100, 1e-5), fixed_order_epsilon(history, 1e-5)
@@ -105,7 +105,7 @@ def test_hardly_any_noise_has_an_epsilon_all_the_same(sigma: float) -> None:
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.3, 0.5, 1.0])
-def test_the_attack_on_shuffled_batches_reaches_the_value_of_its_definition(sigma: float) -> None:
+def test_the_attack_on_shuffled_batches_matches_its_definition(sigma: float) -> None:
     """The chance that the largest sum of an epoch is above a threshold, with the record and without it."""
     thresholds = np.linspace(0, 2 * (1 + 6 * sigma), 2001)
     epsilon = shuffled_epsilon_at_least(sigma, 100, 1e-5)

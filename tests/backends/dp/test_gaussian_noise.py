@@ -1,4 +1,4 @@
-"""Noise is normal up to its tails, and has no grid; masks come from a stream once."""
+"""Noise is normal up to its tails and has no grid; no stream of masks is used twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def words(seed: int = 0) -> Words:
     return np.random.SFC64(seed).random_raw
 
 
-def test_it_is_normal() -> None:
+def test_moments_and_distribution_of_the_noise_are_normal() -> None:
     count = 2_000_000
     drawn = fast_normal(words(), count, 3.0).numpy().astype(np.float64) / 3.0
     for power, expected in enumerate([0.0, 1.0, 0.0, 3.0, 0.0, 15.0], start=1):
@@ -31,7 +31,7 @@ def test_it_is_normal() -> None:
     assert abs(np.corrcoef(drawn[: count // 2], drawn[count // 2 :])[0, 1]) < 5 / math.sqrt(count / 2)
 
 
-def test_as_many_numbers_lie_far_out_as_should() -> None:
+def test_the_tails_have_as_many_numbers_as_expected() -> None:
     random, found, count = words(1), np.zeros(3), 0
     for _ in range(16):
         drawn = fast_normal(random, 1 << 20, 1.0).abs_()
@@ -41,7 +41,7 @@ def test_as_many_numbers_lie_far_out_as_should() -> None:
     assert all(abs(a - b) < 5 * math.sqrt(b) + 1 for a, b in zip(found, expected, strict=True))
 
 
-def test_there_is_no_largest_number() -> None:
+def test_tiny_uniform_numbers_are_drawn_again_without_a_floor() -> None:
     """2^-16, below which numbers get new bits, is 4.7 standard deviations; 24 bits end at 5.8."""
     far, random = np.zeros(200_000, dtype=np.float32), words(2)
     _redraw_small(random, far)
@@ -54,7 +54,7 @@ def test_all_float32_results_are_reached(scale: float) -> None:
     """float32 numbers that are multiplied by 1.1 leave out one result in ten around 1.5."""
     low = np.float32(1.5)
     drawn = fast_normal(words(3), 3_000_000, scale).numpy()
-    # The last 6 bits, of numbers in a binade, are as good as uniform.
+    # The last 6 bits of numbers in a binade are nearly uniform.
     bits = drawn[(drawn >= low * scale / 1.5) & (drawn < low * scale / 1.5 * 1.5)].view(np.int32) & 63
     assert stats.chisquare(np.bincount(bits, minlength=64)).pvalue > 1e-4
 
@@ -79,14 +79,14 @@ def test_noise_that_float32_would_round_to_nothing_is_refused() -> None:
         fast_normal(words(), 10, 1e-35)
 
 
-def test_a_python_without_openssl_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_openssl_has_another_secure_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ssl", None)
     draw = secure_words()
     assert draw(4).dtype == np.uint64
     assert not np.array_equal(draw(4), draw(4))
 
 
-def test_no_noise_is_zero_and_odd_counts_are_served() -> None:
+def test_zero_noise_is_zero_and_odd_counts_work() -> None:
     assert fast_normal(words(), 5, 0.0).tolist() == [0.0] * 5
     assert [len(fast_normal(words(), count, 1.0)) for count in (0, 1, 2, 7, (1 << 18) + 3)] == [
         0,
@@ -97,7 +97,7 @@ def test_no_noise_is_zero_and_odd_counts_are_served() -> None:
     ]
 
 
-def test_noise_from_the_operating_system_is_scaled_before_it_is_rounded() -> None:
+def test_system_noise_is_scaled_in_float64() -> None:
     drawn = SystemRandomness().normal(1, 50_000, CPU, 1.1)
     assert drawn.dtype is torch.float64
     assert stats.kstest(drawn.numpy() / 1.1, "norm").pvalue > 1e-4
@@ -116,7 +116,7 @@ def test_no_stream_of_masks_is_used_twice() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, (1 << 17) + 3])
-def test_noise_that_is_added_is_that_which_is_drawn(count: int) -> None:
+def test_added_noise_equals_drawn_noise(count: int) -> None:
     sums = torch.ones(count)
     add_fast_normal(words(4), sums, 2.0)
     assert torch.equal(sums, fast_normal(words(4), count, 2.0) + 1.0)

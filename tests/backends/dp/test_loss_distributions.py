@@ -16,7 +16,7 @@ epsilon = partial(epsilon_of, accountant="pld")
 
 
 @pytest.mark.slow
-def test_a_million_steps_at_a_tiny_delta_are_accounted_for_tightly() -> None:
+def test_a_million_steps_at_a_tiny_delta_are_bounded_tightly() -> None:
     history = [(1.0, 1e-6, 10**6)]
     assert 0.0130 <= epsilon(history, 1e-9) < 0.0132  # dp_accounting on a grid of 1e-5: 0.0130
     assert epsilon_of(history, 1e-9) == pytest.approx(0.633, abs=1e-3)
@@ -35,7 +35,7 @@ def test_kinds_of_noise_compose() -> None:
     assert prv - 0.0105 < whole < prv  # prv adds 0.01 for its error
 
 
-def test_it_is_never_above_renyi_accounting_and_has_the_same_ends() -> None:
+def test_it_equals_other_accountants_at_the_ends_of_its_range() -> None:
     assert epsilon([], 1e-5) == 0.0
     assert epsilon([(0.0, 0.1, 1)], 1e-5) == float("inf")
     assert epsilon([(2.0, 1.0, 10)], 1e-5) == epsilon_of([(2.0, 1.0, 10)], 1e-5, "prv")
@@ -45,7 +45,7 @@ def test_it_is_never_above_renyi_accounting_and_has_the_same_ends() -> None:
 
 
 @pytest.mark.slow
-def test_noise_and_budgets_go_by_it() -> None:
+def test_noise_and_budgets_follow_the_chosen_accountant() -> None:
     sigma = calibrate_noise(0.5, 1e-5, 0.05, 5, "pld")
     assert 0.49 < epsilon([(sigma, 0.05, 5)], 1e-5) <= 0.5
     assert sigma < calibrate_noise(0.5, 1e-5, 0.05, 5)

@@ -102,7 +102,7 @@ def test_memory_together_with_random_numbers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asked", ["auto", "loop"])
-def test_a_memory_that_shows_after_some_records_only_is_refused(asked: str) -> None:
+def test_memory_that_shows_after_some_records_only_is_refused(asked: str) -> None:
     def average(module: Any, loss: Tensor) -> Tensor:
         module.kept, before = loss, module.kept
         return before
@@ -116,7 +116,7 @@ def test_a_memory_that_shows_after_some_records_only_is_refused(asked: str) -> N
         choose_mode(asked, module, trained(module), FlatClipper(1.0), run, (inputs, labels), 6)
 
 
-def test_a_memory_is_found_where_the_record_that_is_asked_again_has_no_gradient() -> None:
+def test_memory_is_found_when_the_repeated_record_has_no_gradient() -> None:
     class Masked(Remembering):
         def train_step(self, batch: Any) -> Any:
             return super().train_step(batch) * batch[0].any(1).float().mean()
@@ -158,7 +158,7 @@ class Counting(Plain):
         return loss
 
 
-def test_counts_and_lists_that_no_loss_depends_on_are_let_through() -> None:
+def test_counts_and_lists_without_influence_on_losses_are_accepted() -> None:
     assert chosen(Counting()).name == "bookkeeping"
 
 
@@ -200,7 +200,7 @@ KINDS = ("exponential", "numpy", "python", *(f"a generator of {kind}" for kind i
 
 @pytest.mark.parametrize("asked", ["vmap", "loop"])
 @pytest.mark.parametrize("kind", [*KINDS, "a global generator"])
-def test_random_numbers_do_not_count_as_memory_and_stay_the_same(kind: str, asked: str, tmp_path: Path) -> None:
+def test_random_numbers_are_not_memory_and_generators_keep_their_state(kind: str, asked: str, tmp_path: Path) -> None:
     states = []
     for backend in ("sp", "sp-dp"):
         module = Drawing(kind)
@@ -214,7 +214,7 @@ def test_random_numbers_do_not_count_as_memory_and_stay_the_same(kind: str, aske
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_dropout_between_recurrent_layers_is_held_still(kind: str, tmp_path: Path) -> None:
+def test_dropout_between_recurrent_layers_is_repeatable(kind: str, tmp_path: Path) -> None:
     class Recurrent(Classifier):
         def __init__(self) -> None:
             super().__init__()

@@ -51,7 +51,7 @@ def train(module: Any, directory: Path, *, size: int = RECORDS, grad_mode: Any =
 
 
 class ScaledTogether(Dataset[Any]):
-    """Loads samples together, and turns them round where one of them is marked."""
+    """Loads samples together, and negates all of them if a marked one is among them."""
 
     def __init__(self, inner: TensorDataset) -> None:
         self.inner = inner
@@ -86,14 +86,14 @@ def test_a_record_moves_the_sum_by_its_own_gradient(make: Any, tmp_path: Path) -
     [lambda data: Subset(data, [*range(RECORDS), 3, -RECORDS + 3]), lambda data: ConcatDataset([data, data, data])],
     ids=["subset", "concat"],
 )
-def test_a_record_that_is_in_the_data_set_several_times_is_refused(repeated: Any, tmp_path: Path) -> None:
+def test_a_dataset_that_repeats_a_record_is_refused(repeated: Any, tmp_path: Path) -> None:
     dataset = repeated(vectors(RECORDS))
     with pytest.raises(ts.PrivacyError, match="a record is in the data set 3 times"):
         train(Linear(dataset), tmp_path, size=len(dataset))
 
 
 @pytest.mark.parametrize("place", ["mean", "list", "dict", "tensor"])
-def test_values_that_a_forward_pass_sets_are_gone_in_the_next_step(
+def test_values_set_in_a_forward_pass_are_reset_each_step(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)  # as between its turns
@@ -121,7 +121,7 @@ class Scheduled(Net):
         type(self).read.append(self.worst)
 
 
-def test_a_schedule_sees_nothing_of_a_forward_pass(tmp_path: Path) -> None:
+def test_a_schedule_reads_no_value_of_a_forward_pass(tmp_path: Path) -> None:
     Scheduled.read = []
     run_in_parts(tmp_path, Scheduled(0.5), "loop", None)
     assert Scheduled.read
@@ -129,7 +129,7 @@ def test_a_schedule_sees_nothing_of_a_forward_pass(tmp_path: Path) -> None:
 
 
 class TurnsAfterMarked(ScaledTogether):
-    """Turns round all samples after that of the first record, which it keeps in a number."""
+    """Negates all samples after the marked first record, whose value it keeps as a number."""
 
     kept = 1.0
 
@@ -145,7 +145,7 @@ class InWorkers(Linear):
 
 
 @pytest.mark.parametrize("kind", [Linear, pytest.param(InWorkers, marks=pytest.mark.processes)])
-def test_a_number_that_a_data_set_keeps_of_a_sample_is_put_back(kind: type[Linear], tmp_path: Path) -> None:
+def test_a_value_that_a_dataset_keeps_of_samples_is_restored(kind: type[Linear], tmp_path: Path) -> None:
     marked = vectors(RECORDS)
     marked.tensors[0][0, 0] *= -1
     less = TensorDataset(marked.tensors[0][1:])
@@ -159,9 +159,9 @@ _LAST, _IN_ORDER, _LONGEST = [0], [0], [0]
 
 
 class KeepsInGlobals(ScaledTogether):
-    """Turns all samples round once eight have followed each other, as in a step over all records.
+    """Negates all samples after eight consecutive ones, as in a step over all records.
 
-    Records that are tried out before the first step are in random order, in which a few follow each other by chance.
+    Records that are probed before the first step are in random order, in which a few are consecutive by chance.
     """
 
     def __getitem__(self, index: int) -> Any:
@@ -170,7 +170,7 @@ class KeepsInGlobals(ScaledTogether):
         return (self.inner[index][0] * (1 if _LONGEST[0] < 8 else -1),)
 
 
-def test_a_data_set_that_learns_within_a_step_is_refused_before_the_release(tmp_path: Path) -> None:
+def test_a_dataset_that_learns_within_a_step_stops_its_release(tmp_path: Path) -> None:
     module = Linear(KeepsInGlobals(vectors(RECORDS)))
     before = module.net.weight.detach().clone()
     with pytest.raises(ts.PrivacyError, match="it keeps something of the records between"):

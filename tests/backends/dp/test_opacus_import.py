@@ -1,4 +1,4 @@
-"""opacus is imported when a number is asked for, leaves no trace in logging, and is asked for by name when missing."""
+"""opacus is imported for the first computation, does not configure logging, and the error names it if it is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert warnings.filters == filters
 
 @pytest.mark.processes
 @pytest.mark.spec("O19")
-def test_opacus_comes_late_and_sets_nothing_up() -> None:
+def test_opacus_is_imported_late_and_configures_no_logging() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", QUIET], capture_output=True, text=True, timeout=patience(30)
     )
@@ -44,7 +44,7 @@ def test_a_missing_package_is_answered_with_the_extra(missing: str, monkeypatch:
     assert gaussian_epsilon(1.0, 1e-5) > 0  # closed forms need neither
 
 
-def test_a_module_of_opacus_that_is_missing_is_not_mistaken_for_a_missing_opacus() -> None:
+def test_a_missing_submodule_is_not_reported_as_missing_opacus() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"opacus\.nothing"):
         epsilon.import_opacus("opacus.nothing")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,7 @@ def test_random_numbers_in_a_step_are_refused(kind: Any, source: str) -> None:
         mode.add(run, vectors(4), 4)
 
 
-def test_dropout_that_does_nothing_is_allowed() -> None:
+def test_dropout_without_effect_is_allowed() -> None:
     module = Drawing(lambda x: nn.Dropout(0.0)(F.dropout(x, 0.5, training=False)))
     HooksMode(module, trained(module), FlatClipper(1.0)).add(run, vectors(4), 4)
 
@@ -62,7 +63,7 @@ class Weighted(Plain):
 
 
 @pytest.mark.parametrize("records", [3, 8])
-def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(records: int) -> None:
+def test_an_outlier_is_accepted_and_a_weighted_loss_is_refused(records: int) -> None:
     batch = vectors(records)
     batch[0][0] *= 300
     for _ in range(5):
@@ -71,6 +72,34 @@ def test_a_mean_with_one_record_much_larger_is_taken_and_a_wrong_loss_is_not(rec
     module = Weighted()
     with pytest.raises(Unsupported, match=r"not the mean|not a plain mean"):
         choose_mode("hooks", module, trained(module), FlatClipper(1.0), run, batch, records)
+
+
+class Sized(Plain):
+    """Its losses are scaled, and it has a layer that it does not use."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.unused = scale, nn.Linear(2, 2)
+
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch) * self.scale
+
+
+class Shifted(Sized):
+    """The loss of a batch is that of its records and a small constant."""
+
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step(batch) + 0.01 * self.scale * (len(batch[0]) > 1)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_losses_are_compared_relative_to_their_size(scale: float) -> None:
+    batch = vectors(4)
+    for kind, fits in ((Sized, True), (Shifted, False)):
+        module = kind(scale)
+        mode = HooksMode(module, trained(module), FlatClipper(1.0))
+        with contextlib.nullcontext() if fits else pytest.raises(PrivacyError, match="not the mean of the losses"):
+            mode.add(run, batch, 4)
 
 
 class _Scaled(nn.Module):
@@ -95,7 +124,7 @@ class SampledByHand(Plain):
 
 @pytest.mark.parametrize("kind", [HooksMode, GhostMode])
 @pytest.mark.parametrize("share", [0.0, 0.9])
-def test_a_grad_sampler_that_is_wrong_for_some_records_ends_the_run(
+def test_a_grad_sampler_wrong_for_some_records_ends_the_run(
     kind: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opacus.grad_sample import GradSampleHooks, GradSampleHooksFastGradientClipping

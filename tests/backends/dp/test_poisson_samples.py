@@ -52,7 +52,7 @@ def test_samples_are_those_of_independent_records(source: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("records", [10**9, 10**12])
-def test_a_sample_of_many_records_takes_the_memory_of_the_sample(source: str, records: int) -> None:
+def test_memory_grows_with_the_sample_not_the_data_set(source: str, records: int) -> None:
     random, expected = SOURCES[source](), 1000
     random.mask(1, 100, 0.5)  # imports
     tracemalloc.start()
@@ -75,7 +75,7 @@ def test_rates_of_0_and_1_take_none_and_all(source: str) -> None:
     assert len(SOURCES[source]().mask(0, 10, 0.0)) == 0
 
 
-def test_all_processes_draw_the_same_sample_and_each_step_and_start_another() -> None:
+def test_samples_are_equal_on_ranks_and_differ_by_step() -> None:
     one, other = SeededRandomness(mask_key=7), SeededRandomness(mask_key=7)
     assert one.mask(3, 1000, 0.3).tolist() == other.mask(3, 1000, 0.3).tolist()
     assert one.mask(4, 1000, 0.3).tolist() != other.mask(3, 1000, 0.3).tolist()

@@ -25,7 +25,7 @@ from trainstack.backends.workload import TrainingSet
 
 @pytest.fixture(autouse=True)
 def _time_for_all_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with other work loads fewer of 200 records in a second, so that the one in question is left out."""
+    """A busy machine loads fewer of the 200 records in a second, and might omit the tested one."""
     monkeypatch.setattr(checks, "_SECONDS", 600.0)
 
 
@@ -57,7 +57,7 @@ def rows(count: int) -> list[Any]:
 
 @pytest.mark.parametrize("place", [0, 77, 199])
 @pytest.mark.parametrize("what", ["longest", "shortest", "rare class", "weight", "text", "array"])
-def test_the_one_record_that_differs_is_among_them(what: str, place: int) -> None:
+def test_a_record_that_differs_is_among_the_probed_ones(what: str, place: int) -> None:
     records = rows(200)
     x, y, words = records[place]
     records[place] = {
@@ -75,7 +75,7 @@ def test_the_one_record_that_differs_is_among_them(what: str, place: int) -> Non
         assert place in found
 
 
-def test_the_others_are_others_each_time() -> None:
+def test_the_other_probed_records_change_each_time() -> None:
     drawn = {tuple(choose_probe_records(training_set(rows(200))).tolist()) for _ in range(5)}
     assert len(drawn) == 5
     assert all(len(set(records)) == 6 for records in drawn)
@@ -85,7 +85,7 @@ def test_a_small_data_set_is_taken_whole() -> None:
     assert choose_probe_records(training_set(rows(3))).tolist() == [0, 1, 2]
 
 
-def test_records_that_load_slowly_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_six_records_are_loaded_if_loading_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[int] = []
     data = training_set(rows(200), collate=lambda samples: loaded.append(1) or default_collate(samples))
     monkeypatch.setattr("trainstack.backends.dp.checks._SECONDS", 0.0)
@@ -115,14 +115,14 @@ class OverOwnLength(OverPaddedLength):
 
 
 @pytest.mark.parametrize("asked", ["auto", "loop"])
-def test_a_division_by_the_padded_length_is_refused_where_one_record_is_long(asked: str, tmp_path: Path) -> None:
+def test_division_by_the_padded_length_is_refused_if_lengths_differ(asked: str, tmp_path: Path) -> None:
     args = private(tmp_path, promise(noise_multiplier=1.0, grad_mode=asked))
     with pytest.raises(ts.PrivacyError, match="records have other gradients together than alone"):
         ts.Trainer(OverPaddedLength(long=31), args).train()
     ts.Trainer(OverOwnLength(long=31), args).train()
 
 
-def test_looking_at_records_draws_nothing_from_the_generators_of_the_run(tmp_path: Path) -> None:
+def test_probing_records_leaves_the_generators_of_the_run_unchanged(tmp_path: Path) -> None:
     def state() -> list[Any]:
         return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]  # type: ignore[index, union-attr]
 
@@ -135,8 +135,8 @@ def test_looking_at_records_draws_nothing_from_the_generators_of_the_run(tmp_pat
     assert states[0] == states[1]
 
 
-def test_a_coupling_among_records_with_short_gradients_is_seen() -> None:
-    """The trial clips all gradients: its limit follows from the shortest, and a record without one does not count."""
+def test_a_coupling_of_records_with_short_gradients_is_found() -> None:
+    """The probe clips all gradients: its limit is that of the shortest one, without records whose gradient is 0."""
     gradients = torch.zeros(4, 4)
     gradients[[0, 1, 2], [0, 1, 2]] = torch.tensor([1e-4, 1e-4, 1.0])
 

@@ -1,4 +1,4 @@
-"""Figures that TF-Privacy, Opacus and dp_accounting publish in their tests, to the digits in which they stand there."""
+"""Figures from the tests of TF-Privacy, Opacus and dp_accounting, to all published digits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_privacy_loss_accounting_gives_the_published_figure(figure: Figure) -> N
 
 
 @each_figure
-def test_privacy_loss_accounting_is_above_another_library_by_its_stated_error(figure: Figure) -> None:
+def test_prv_exceeds_dp_accounting_by_its_stated_error(figure: Figure) -> None:
     prv = epsilon_of(figure.history, figure.delta, "prv")
     assert prv - figure.pld == pytest.approx(0.01, abs=6e-4)  # both figures are rounded to four digits
     assert figure.pld < prv < epsilon_of(figure.history, figure.delta, "rdp")
@@ -71,7 +71,7 @@ def test_opacus_figures_hold_to_all_their_digits() -> None:
     ("figure", "published"),
     [("TF-Privacy compute_dp_sgd_privacy 0", 0.9419), ("TF-Privacy compute_dp_sgd_privacy 1", 1.7093)],
 )
-def test_papers_before_2021_are_met_by_the_conversion_of_their_time(figure: str, published: float) -> None:
+def test_figures_before_2021_follow_from_the_conversion_of_their_time(figure: str, published: float) -> None:
     """`rdp + log(1/delta) / (order - 1)` (Mironov 2017), over opacus' divergences; ours is smaller."""
     found = FIGURES[figure]
     orders = [1 + tenth / 10 for tenth in range(1, 100)] + [float(order) for order in range(12, 64)]

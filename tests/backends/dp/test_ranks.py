@@ -1,4 +1,4 @@
-"""Private training over processes: one mechanism, however many carry it out."""
+"""Private training over processes: one mechanism for any number of processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NOISY = {"noise_multiplier": 0.7}
 
 
 @pytest.mark.spec("PMB-22")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.processes
-def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> None:
-    batch = 8  # which 3 processes cannot divide, and need not: they share a sample of random size
+def test_processes_run_the_mechanism_of_one_process(size: int, tmp_path: Path) -> None:
+    batch = 8  # 3 processes cannot divide it evenly, but they share samples of random size
     runs = {
         "plain": {"epochs": 2, "train_batch_size": batch},
         "chunks": {"epochs": 2, "train_batch_size": batch, "gpu_batch_size_limit": 1},
@@ -46,7 +46,7 @@ def test_processes_carry_out_the_mechanism_of_one(size: int, tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_a_run_continues_on_processes_that_do_not_divide_its_batch(tmp_path: Path) -> None:
+def test_a_run_resumes_on_ranks_that_cannot_divide_its_batch(tmp_path: Path) -> None:
     for size, steps in ((2, 3), (3, 6)):
         run = {"train_batch_size": 20, "gpu_batch_size_limit": 5, "max_steps": steps, "resume": "auto", "saves": True}
         ranks = run_world(size, private.private_ranks, directory=str(tmp_path), runs={"moved": run})
@@ -58,7 +58,7 @@ def test_a_run_continues_on_processes_that_do_not_divide_its_batch(tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_the_process_group_is_left_although_the_ledger_cannot_be_settled(tmp_path: Path) -> None:
+def test_a_failed_settlement_still_leaves_the_process_group(tmp_path: Path) -> None:
     main, other = run_world(2, private.closed_on_a_full_disk, directory=str(tmp_path))
     assert "No space left on device" in main["error"]
     assert other["error"] is None

@@ -1,4 +1,4 @@
-"""One record in 10,000 that a normalised loss would let through moves the sum by no more than the limit."""
+"""One rare record in 10,000 moves the sum within the limit, also under a normalised loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def class_weights(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """Label 1 is that of a record of which nothing is known."""
+    """Label 1 marks a record without a known label."""
     return F.cross_entropy(logits, 0 * labels, reduction="none")[labels == 0].mean()
 
 
@@ -55,7 +55,7 @@ def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def weighted_by_the_batch(logits: Tensor, labels: Tensor) -> Tensor:
-    """One loss for each record, which depends on the others all the same."""
+    """One loss for each record, which nevertheless depends on the others."""
     weights = torch.tensor([1.0, 500.0])[labels]
     return F.cross_entropy(logits, labels, reduction="none") * weights / weights.mean()
 
@@ -89,7 +89,7 @@ OWN = (class_weights, masked_mean, token_mean, weighted_by_the_batch)
 
 
 @pytest.mark.parametrize("loss", [*OWN, "criterion"], ids=lambda loss: getattr(loss, "__name__", loss))
-def test_leaving_the_rare_record_out_moves_the_sum_by_at_most_the_limit(loss: Any, tmp_path: Path) -> None:
+def test_omitting_the_rare_record_moves_the_sum_within_the_limit(loss: Any, tmp_path: Path) -> None:
     def make(net: nn.Module, data: TensorDataset) -> Any:
         if loss != "criterion":
             return Own(loss, net, data)
@@ -104,14 +104,14 @@ def test_leaving_the_rare_record_out_moves_the_sum_by_at_most_the_limit(loss: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "loss"), [("hooks", class_weights), ("ghost", weighted_by_the_batch)])
-def test_opacus_hooks_end_the_run_once_a_batch_holds_the_rare_record(mode: str, loss: Any, tmp_path: Path) -> None:
+def test_opacus_hooks_end_the_run_at_the_rare_record(mode: str, loss: Any, tmp_path: Path) -> None:
     with pytest.raises(ts.PrivacyError, match=r"not the mean of the losses of its records.*grad_mode='auto'"):
         sum_over(RECORDS, partial(Own, loss), mode, tmp_path)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rare", [0, 1])
-def test_a_criterion_weighs_each_record_and_takes_the_mean_over_its_own_labels(rare: int, training: bool) -> None:
+def test_a_criterion_gives_each_record_the_mean_over_its_labels(rare: int, training: bool) -> None:
     weights, logits = torch.tensor([1.0, 500.0]), torch.randn(3, 2, 4)
     labels = torch.tensor([[0, 1, -100, -100], [0, 0, 0, rare], [-100] * 4])
     module = ts.SupervisedModule(nn.Identity(), nn.CrossEntropyLoss(weight=weights), "sgd", None)

@@ -42,7 +42,7 @@ X, Y = torch.arange(6).view(3, 2), torch.arange(3)
         ([X, X, X], [X[:1], X[:1], X[:1]]),  # three columns, not three records
     ],
 )
-def test_a_record_is_a_batch_of_one_of_the_same_structure(batch: Any, first: Any) -> None:
+def test_a_record_is_a_batch_of_one_with_equal_structure(batch: Any, first: Any) -> None:
     cut = rows_of(batch, 3, slice(0, 1))
     assert type(cut) is type(batch)
     assert same(cut, first)

@@ -101,7 +101,7 @@ class Misspelt(nn.Module):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_a_layer_that_mixes_records_or_learns_without_noise_is_refused(
+def test_layers_that_mix_records_or_learn_without_noise_are_refused(
     layer: nn.Module, words: str, tmp_path: Path
 ) -> None:
     assert re.search(words, refusal(With(layer), tmp_path))
@@ -117,7 +117,7 @@ def test_batch_normalisation_in_eval_mode_is_a_constant(tmp_path: Path) -> None:
     assert torch.equal(module.before.running_mean, torch.zeros(FEATURES))
 
 
-def test_a_coupling_of_records_that_no_layer_shows_is_refused_where_all_run_together(tmp_path: Path) -> None:
+def test_hidden_coupling_of_records_is_refused_by_hooks(tmp_path: Path) -> None:
     assert "Write grad_mode='auto'" in refusal(With(Standardised()), tmp_path, promise(**NOISY, grad_mode="hooks"))
 
 
@@ -205,12 +205,12 @@ def test_each_trained_parameter_is_in_one_optimizer(optimizers: Any, words: str,
         ts.Trainer(With(optimizers=optimizers), private(tmp_path, promise(**NOISY))).train()
 
 
-def test_noise_on_the_count_is_held_against_calibrated_noise_too(tmp_path: Path) -> None:
+def test_noise_on_the_count_is_compared_with_calibrated_noise(tmp_path: Path) -> None:
     args = promise(target_epsilon=0.5, clipping="adaptive", count_noise_multiplier=0.3)
     assert "count_noise_multiplier=0.3: the count of unclipped records" in refusal(Classifier(), tmp_path, args)
 
 
-def test_all_reasons_are_told_in_one_error(tmp_path: Path) -> None:
+def test_all_reasons_are_in_one_error(tmp_path: Path) -> None:
     module = With(nn.BatchNorm1d(FEATURES), lambda m: [torch.optim.SGD(m.net.parameters(), lr=0.1)])
     found = refusal(module, tmp_path, promise(**{**NOISY, "delta": 0.5, "sample_rate": 0.9}), clip_grad_value=1.0)
     assert found.count("\n- ") == 5
@@ -224,7 +224,7 @@ def test_a_gradient_scaler_is_refused(backend: str, tmp_path: Path) -> None:
         ts.Trainer(Classifier(), arguments(tmp_path, backend=backend, differential_privacy_args=promise(**NOISY)))
 
 
-def test_parameters_that_are_frozen_during_training_stop_it(tmp_path: Path) -> None:
+def test_freezing_parameters_during_training_stops_it(tmp_path: Path) -> None:
     class Freezing(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             self.net[0].requires_grad_(False)

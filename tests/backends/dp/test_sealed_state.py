@@ -147,7 +147,7 @@ WRITES = [by_data, by_numpy, in_place, by_assignment, of_parameter, of_parameter
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_in_the_forward_pass_from_step_3_on_is_refused(write: Callable[..., None], tmp_path: Any) -> None:
+def test_a_late_write_in_the_forward_pass_is_refused(write: Callable[..., None], tmp_path: Any) -> None:
     class Writing(Net):
         def remember(self, step: int, x: Tensor) -> None:
             if step >= 3:
@@ -158,13 +158,13 @@ def test_a_write_in_the_forward_pass_from_step_3_on_is_refused(write: Callable[.
     name = "bias" if write in (of_parameter, of_parameter_by_swap) else "buffer"
     seen_at_once = write in (in_place, by_assignment, of_parameter_by_swap)
     what = ["changes in a forward pass"] if seen_at_once else []
-    what.append("has changed, but not by an optimizer step")  # by one of the comparisons between forward passes
+    what.append("has changed, but not by an optimizer step")  # found by a comparison between forward passes
     assert any(f"{name} {words}" in str(raised.value) for words in what)
     assert "global step 3" in " ".join(raised.value.__notes__)
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_of_records_under_vmap_ends_the_run_at_once(write: Callable[..., None], tmp_path: Any) -> None:
+def test_a_write_of_records_under_vmap_ends_the_run(write: Callable[..., None], tmp_path: Any) -> None:
     class Writing(Net):
         def remember(self, step: int, x: Tensor) -> None:
             if step >= 3:
@@ -177,7 +177,7 @@ def test_a_write_of_records_under_vmap_ends_the_run_at_once(write: Callable[...,
     assert isinstance(raised.value, PrivacyError) or "each record separately" in notes
 
 
-def test_a_queue_that_is_used_before_it_is_written_to_is_named(tmp_path: Any) -> None:
+def test_a_queue_of_hidden_values_is_refused_by_name(tmp_path: Any) -> None:
     class Queued(Net):
         def train_step(self, global_step: int, batch: Any, device: torch.device) -> Tensor:
             hidden = self.net(batch[0])
@@ -226,7 +226,7 @@ def test_a_write_by_a_callback_is_refused(event: str, write: Callable[..., None]
         sums_of(tmp_path, Keeps(0.5), [WritesAt(event, write)])
 
 
-def test_a_change_that_is_put_back_before_the_optimizer_step_is_refused(tmp_path: Any) -> None:
+def test_a_change_reverted_before_the_optimizer_step_is_refused(tmp_path: Any) -> None:
     class Swaps(ts.Callback):
         def on_train_batch_begin(self, trainer: Any) -> None:
             trainer.module.buffer.add_(1.0)
@@ -238,7 +238,7 @@ def test_a_change_that_is_put_back_before_the_optimizer_step_is_refused(tmp_path
         sums_of(tmp_path, Net(0.5), [Swaps()])
 
 
-def test_a_statement_names_the_changes_where_the_run_continues(tmp_path: Any) -> None:
+def test_the_statement_of_a_reported_change_names_it(tmp_path: Any) -> None:
     trainer = private_trainer(
         tmp_path, Keeps(0.5), [WritesAt("train_step_end", by_data)], on_unsafe="report", grad_mode="loop"
     )
@@ -281,9 +281,7 @@ def test_a_hook_that_takes_records_is_refused_at_the_start(name: str, hook: Any,
             sums_of(tmp_path / "callback", Net(0.5), [type("Hooked", (ts.Callback,), {name: hook})()])
 
 
-def test_a_hook_that_may_take_outputs_is_called_without_and_a_message_says_so(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_with_optional_outputs_is_called_without_them(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Hooked(Net):
         given: tuple[Any, ...] = ()
 
@@ -308,7 +306,7 @@ def test_a_run_whose_hooks_get_records_is_not_private(tmp_path: Any) -> None:
     assert "NOT PRIVATE: hooks and events were given records" in trainer.privacy_statement().text
 
 
-def test_a_function_that_takes_records_is_refused_when_it_subscribes_too_late(tmp_path: Any) -> None:
+def test_a_late_subscription_that_takes_records_is_refused(tmp_path: Any) -> None:
     class Subscribes(ts.Callback):
         def on_train_begin(self, trainer: Any) -> None:
             trainer.on(ts.Event.TRAIN_BATCH_BEGIN)(lambda trainer, batch: None)
@@ -378,14 +376,14 @@ class Shifts(Net):
 
 
 @pytest.mark.parametrize("write", [as_tensor, as_list, as_number, as_array, in_dict, in_object])
-def test_an_attribute_that_is_written_from_step_3_on_is_refused(write: Callable[..., None], tmp_path: Any) -> None:
+def test_an_attribute_that_is_written_late_is_refused(write: Callable[..., None], tmp_path: Any) -> None:
     message = refused_or_bounded(tmp_path, lambda value: (Shifts(value, write), ()))
     assert "kept" in message
     assert "other gradients" in message
 
 
 class Harmless(Net):
-    """Counts, logs and keeps to look at, and builds a table that depends on no record."""
+    """Counts, logs, keeps values without influence, and builds a table that depends on no record."""
 
     table: Any = None
 

@@ -26,7 +26,7 @@ from trainstack.backends.dp import (
     register_ledger_store,
 )
 from trainstack.backends.dp import ledger_store as ledger_file
-from trainstack.backends.dp.ledger_chain import MAX_LEDGER_BYTES, LedgerChain
+from trainstack.backends.dp.ledger_chain import MAX_LEDGER_BYTES, MAX_LINE_BYTES, LedgerChain, _digest
 from trainstack.backends.dp.ledger_store import FileStore
 from trainstack.errors import ConfigurationError, PrivacyBudgetError, PrivacyLedgerError
 
@@ -70,7 +70,7 @@ def test_the_sum_is_that_of_all_runs_by_composition(tmp_path: Path) -> None:
     assert statement_of_both == epsilon_of(both, 1e-5, "rdp") > epsilon_of(both[:1], 1e-5, "rdp")
 
 
-def test_a_budget_of_the_ledger_stops_any_run_before_the_step(tmp_path: Path) -> None:
+def test_no_run_exceeds_the_budget_of_its_ledger(tmp_path: Path) -> None:
     path = tmp_path / "dataset.ledger"
     limit = epsilon_of([(SIGMA, Q, 50)], 1e-5, "rdp") * (1 + 1e-9)
     first = spend(accountant(shared(path, budget=(limit, 1e-5))), 30)
@@ -121,7 +121,7 @@ def test_the_first_name_of_a_dataset_holds_for_later_runs(tmp_path: Path) -> Non
         shared(path, name="customers").check_use()
 
 
-def test_a_retry_takes_over_only_the_run_of_its_folder(tmp_path: Path) -> None:
+def test_a_retry_continues_only_the_run_of_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "dataset.ledger"
     mine = spend(accountant(shared(path, folder="/mine")), 5)
     theirs = spend(accountant(shared(path, folder="/theirs")), 7)
@@ -145,7 +145,7 @@ def test_a_run_without_a_guarantee_voids_the_sum(tmp_path: Path) -> None:
     assert ledger.voided == {run.run: "the seed is known"}
 
 
-def test_a_run_takes_its_own_ledger_along_when_it_is_told_of_the_datasets(tmp_path: Path) -> None:
+def test_a_run_carries_its_steps_into_a_dataset_ledger(tmp_path: Path) -> None:
     own = SpendLedger(tmp_path / "run.ledger")
     first = spend(accountant(own), 20)
     first.settle()
@@ -187,7 +187,19 @@ def test_lines_cannot_be_removed_or_exchanged(tmp_path: Path) -> None:
             SpendLedger(path).spent()
 
 
-def test_a_ledger_of_the_format_without_a_chain_is_continued(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [0, 1])
+def test_a_line_that_is_too_long_is_damage(extra: int, tmp_path: Path) -> None:
+    path, head = tmp_path / "privacy.ledger", 33  # bytes of a digest and a space
+    record = {"prev": "", "text": ""}
+    record["text"] = "x" * (MAX_LINE_BYTES - head - len(json.dumps(record)) + extra)
+    text = json.dumps(record)
+    path.write_text(f"{_digest(text)} {text}\n")
+    chain = LedgerChain(FileStore(path), lambda _: None)
+    with pytest.raises(PrivacyLedgerError, match="is damaged in the line") if extra else contextlib.nullcontext():
+        chain.read_new()
+
+
+def test_a_ledger_without_a_chain_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "privacy.ledger"
     text = '{"q":0.02,"run":"r","sigma":1.0,"steps":16}'
     path.write_text(f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n", encoding="utf-8")
@@ -230,7 +242,7 @@ def test_lines_that_no_run_has_written_are_refused(record: dict[str, Any], tmp_p
 # --- copies
 
 
-def test_a_copied_folder_is_recognised_and_each_copy_names_the_other(tmp_path: Path) -> None:
+def test_each_copy_of_a_copied_folder_names_the_other(tmp_path: Path) -> None:
     first = spend(accountant(SpendLedger(tmp_path / "one" / "privacy.ledger")), 20)
     first.settle()
     state = through_json(first)
@@ -249,7 +261,7 @@ def test_a_copied_folder_is_recognised_and_each_copy_names_the_other(tmp_path: P
     assert (branch.steps, first.steps) == (50, 50)
 
 
-def test_a_renamed_folder_does_not_count_as_a_copy(tmp_path: Path) -> None:
+def test_a_renamed_folder_is_not_a_copy(tmp_path: Path) -> None:
     run = spend(accountant(SpendLedger(tmp_path / "one" / "privacy.ledger")), 20)
     run.settle()
     (tmp_path / "one").rename(tmp_path / "renamed")
@@ -259,7 +271,7 @@ def test_a_renamed_folder_does_not_count_as_a_copy(tmp_path: Path) -> None:
     assert SpendLedger(moved.path).copies(run.run) == []
 
 
-def test_a_copy_whose_first_folder_is_gone_says_moved_or_copied(tmp_path: Path) -> None:
+def test_a_copy_without_its_original_says_moved_or_copied(tmp_path: Path) -> None:
     run = spend(accountant(SpendLedger(tmp_path / "one" / "privacy.ledger")), 20)
     run.settle()
     shutil.copytree(tmp_path / "one", tmp_path / "other")
@@ -274,17 +286,17 @@ def test_a_copy_whose_first_folder_is_gone_says_moved_or_copied(tmp_path: Path) 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_process_waits_for_another_one_that_has_written_half_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, half = tmp_path / "privacy.ledger", tmp_path / "half"
+def test_a_process_waits_for_another_that_writes_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, half, asked = (tmp_path / name for name in ("privacy.ledger", "half", "asked"))
     child = os.fork()
     if child == 0:
 
         def slowly(descriptor: int, data: bytes) -> None:
             os.write(descriptor, data[:20])
             half.touch()
-            time.sleep(1.0)
+            while not asked.exists():
+                time.sleep(0.005)
+            time.sleep(0.05)
             os.write(descriptor, data[20:])
 
         monkeypatch.setattr(ledger_file, "write", slowly)
@@ -294,6 +306,14 @@ def test_a_process_waits_for_another_one_that_has_written_half_a_line(
         os._exit(1)
     while not half.exists():
         time.sleep(0.005)
+    fcntl = pytest.importorskip("fcntl")
+    lock = fcntl.flock
+
+    def noted(*args: int) -> None:
+        asked.touch()
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
     SpendLedger(path, block=1).charge("parent", SIGMA, Q)
     assert os.waitpid(child, 0)[1] == 0
     assert SpendLedger(path).runs() == {"parent": 1, "child": 1}
@@ -319,7 +339,7 @@ def test_a_ledger_that_could_not_be_settled_is_used_again(tmp_path: Path, monkey
     assert sum(SpendLedger(path).runs().values()) >= charges
 
 
-def test_a_run_that_returns_to_its_first_ledger_charges_it_again(tmp_path: Path) -> None:
+def test_a_run_that_returns_to_a_ledger_charges_it_again(tmp_path: Path) -> None:
     def moved(path: Path) -> dict[str, str]:
         ledger = SpendLedger(path)
         ledger.runs()  # reads the file
@@ -379,7 +399,7 @@ def test_a_registered_store_keeps_a_ledger() -> None:
 
 
 @pytest.mark.parametrize("mean_runs", [1.0, 10.0, 100.0])
-def test_the_best_of_k_runs_costs_as_much_as_the_theorem_says(mean_runs: float) -> None:
+def test_the_cost_of_the_best_run_follows_the_theorem(mean_runs: float) -> None:
     """Theorem 6 of Papernot and Steinke (2022) for Gaussian steps on all records, whose curve is a / (2 sigma^2)."""
     sigma, steps, delta = 8.0, 10, 1e-6
     rate = steps / (2 * sigma**2)

@@ -74,7 +74,7 @@ class ReturnsDataclass(Plain):
 
 
 @pytest.mark.parametrize("asked", SCALAR)
-def test_a_dataclass_comes_back_as_it_was_without_its_graph(asked: str) -> None:
+def test_a_dataclass_is_returned_unchanged_without_its_graph(asked: str) -> None:
     module, batch = ReturnsDataclass(), vectors(5)
     expected = run(module, batch)
     outputs = mode_for(asked, module).add(run, batch, 5)
@@ -115,7 +115,7 @@ def test_a_tuple_with_the_loss_in_front_stays_one(asked: str) -> None:
 
 
 @pytest.mark.parametrize("asked", MODES)
-def test_micro_batches_add_up_until_they_are_taken(asked: str) -> None:
+def test_micro_batches_accumulate_until_their_sums_are_popped(asked: str) -> None:
     module, batches = make("plain", per_record=asked == "ghost")
     mode, batch = mode_for(asked, module, 0.1), batches(7)
     for rows in (slice(0, 2), slice(2, 7)):
@@ -141,7 +141,7 @@ def test_a_record_that_is_not_finite_adds_exactly_nothing(asked: str, bad: float
 
 
 @pytest.mark.parametrize("net", ["conv", "norm", "embedding"])
-def test_bookkeeping_leaves_it_out_of_every_kind_of_layer(net: str) -> None:
+def test_bookkeeping_omits_a_nonfinite_record_in_each_layer_type(net: str) -> None:
     class Net(Sequence):
         def train_step(self, batch: Any) -> Tensor:
             weight = batch[0][:, :1].float().exp() if net == "embedding" else batch[0].flatten(1)[:, :1]
@@ -170,7 +170,7 @@ def test_bookkeeping_leaves_it_out_of_every_kind_of_layer(net: str) -> None:
 # --- vmap
 
 
-def test_vmap_works_through_a_batch_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmap_processes_a_batch_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = Wordy(), vectors(7)
     whole = mode_for("vmap", module, 0.1)
     expected = whole.add(run, batch, 7)
@@ -194,7 +194,7 @@ def test_vmap_draws_other_dropout_for_each_record() -> None:
 
 
 @pytest.mark.parametrize("asked", ["vmap", "auto"])
-def test_a_train_step_that_reads_values_goes_without_vmap(asked: str) -> None:
+def test_a_train_step_that_reads_values_excludes_vmap(asked: str) -> None:
     class Reading(Plain):
         def logits(self, x: Tensor) -> Tensor:
             return super().logits(x) * (2.0 if float(x.detach().sum()) > -1e9 else 1.0)
@@ -208,7 +208,7 @@ def test_a_train_step_that_reads_values_goes_without_vmap(asked: str) -> None:
         assert choose_mode(asked, module, trained(module), clipper, run, vectors(4), 4).name == "bookkeeping"
 
 
-def test_texts_in_a_batch_cost_nothing_as_long_as_they_are_not_read() -> None:
+def test_unread_texts_in_a_batch_allow_the_fast_mode() -> None:
     module, (x, y) = Plain(), vectors(4)
     batch = {"x": x, "y": y, "text": ["a", "b", "c", "d"], "language": ["en"] * 4, "more": (["1", "2", "3", "4"], None)}
 
@@ -259,12 +259,12 @@ class Random(Plain):
         return super().logits(x * self.scale)
 
 
-def test_randomness_is_held_still_while_modes_are_compared() -> None:
+def test_modes_are_compared_with_equal_random_numbers() -> None:
     module = Random()
     assert choose_mode("auto", module, trained(module), FlatClipper(1.0), run, vectors(6), 6).name == "bookkeeping"
 
 
-def test_randomness_that_cannot_be_held_still_leaves_the_mode_that_is_safe_by_construction() -> None:
+def test_uncontrolled_randomness_excludes_hooks_and_keeps_bookkeeping() -> None:
     class Numpy(Plain):
         def logits(self, x: Tensor) -> Tensor:
             return super().logits(x + float(np.random.normal()))
@@ -287,7 +287,7 @@ def untouched() -> Iterator[None]:
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("asked", SCALAR)
-def test_choosing_leaves_no_trace(asked: str) -> None:
+def test_choosing_a_mode_changes_no_state(asked: str) -> None:
     with torch.random.fork_rng():
         module = Random()
         batch = vectors(6)
@@ -305,7 +305,7 @@ def test_choosing_leaves_no_trace(asked: str) -> None:
     assert all(p.grad is None and not hasattr(p, "grad_sample") for p in module.parameters())
 
 
-def test_modes_are_compared_in_full_float32_even_where_less_is_allowed() -> None:
+def test_modes_are_compared_in_float32_despite_a_lower_setting() -> None:
     seen = set()
 
     class Noting(Plain):
@@ -343,7 +343,7 @@ def test_a_buffer_that_learns_is_refused_by_name() -> None:
         choose_mode("loop", module, trained(module), FlatClipper(1.0), run, vectors(6), 6)
 
 
-def test_state_that_a_module_keeps_of_records_is_refused_by_name() -> None:
+def test_state_that_a_module_keeps_of_records_is_named() -> None:
     class Centred(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -388,7 +388,7 @@ def test_modes_are_compared_in_float32_and_tried_under_autocast(asked: str) -> N
     mode.close()
 
 
-def test_a_coupled_loss_is_taken_record_by_record_under_autocast_too() -> None:
+def test_a_coupled_loss_keeps_bookkeeping_under_autocast() -> None:
     def run_bf16(model: nn.Module, batch: Any) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return run(model, batch)

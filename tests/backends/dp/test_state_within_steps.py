@@ -89,7 +89,7 @@ def run_in_parts(directory: Any, module: ts.ModuleInterface, mode: Any, limit: i
     ("case", "place"),
     [*(("loop", place) for place in PLACES), ("parts", "dict"), ("groups", "mean"), ("groups", "list")],
 )
-def test_each_forward_pass_of_a_step_begins_with_the_same_attributes(
+def test_each_forward_pass_of_a_step_has_equal_attributes(
     case: str, place: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)  # makes passes too
@@ -105,9 +105,7 @@ def test_each_forward_pass_of_a_step_begins_with_the_same_attributes(
         assert all(value == values[0] for value in values), (step, values)
 
 
-def test_values_that_a_hook_sets_between_two_parts_of_a_step_stay(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_set_by_a_hook_between_micro_batches_stay(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attribute_watch.AttributeWatch, "check", lambda *given, **named: None)
 
     class Numbers(ts.Callback):
@@ -149,9 +147,7 @@ def test_values_that_a_hook_collects_in_containers_stay(tmp_path: Any) -> None:
     assert module.by_name == {"inner": {"count": number}}
 
 
-def test_a_buffer_that_one_record_writes_and_the_next_puts_back_is_refused(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_buffer_reverted_by_the_next_record_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Toggles(Net):
         def remember(self, step: int, x: Tensor) -> None:
             if step >= 2:
@@ -178,7 +174,7 @@ class LateList(Net):
             self.deep[0]["mean"][0] += float(x.mean())
 
 
-def test_a_write_into_a_container_is_seen_in_its_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_into_a_container_is_found_in_its_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attribute_watch, "_FIRST", 0)
     monkeypatch.setattr(attribute_watch, "_SHARE", -1.0)
     with pytest.raises(PrivacyError, match="deep changed") as raised:
@@ -187,7 +183,7 @@ def test_a_write_into_a_container_is_seen_in_its_step(tmp_path: Any, monkeypatch
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_number_that_depends_on_a_value_kept_by_a_forward_pass_is_refused(keeps: bool, tmp_path: Any) -> None:
+def test_a_number_derived_from_a_forward_pass_is_refused(keeps: bool, tmp_path: Any) -> None:
     class Follows(Net):
         last: Any = None
         alpha = 1.0
@@ -210,7 +206,7 @@ def test_a_number_that_depends_on_a_value_kept_by_a_forward_pass_is_refused(keep
         assert "changes of alpha during training" in trainer.privacy_statement().not_covered
 
 
-def test_a_number_that_a_forward_hook_of_torch_sets_is_refused(tmp_path: Any) -> None:
+def test_a_number_set_by_a_torch_forward_hook_is_refused(tmp_path: Any) -> None:
     class Hooked(Net):
         def __init__(self) -> None:
             super().__init__(0.5)
@@ -228,7 +224,7 @@ def test_a_number_that_a_forward_hook_of_torch_sets_is_refused(tmp_path: Any) ->
         private_trainer(tmp_path, Hooked(), grad_mode="loop").train()
 
 
-def test_a_snapshot_puts_back_values_and_contents() -> None:
+def test_a_snapshot_restores_values_and_contents() -> None:
     module = nn.Module()
     module.items, module.table, module.values = [1, [2]], {"a": np.zeros(2)}, torch.zeros(2)
     module.large = torch.zeros(2**19)
@@ -262,7 +258,7 @@ def test_a_snapshot_removes_new_attributes_of_a_class_without_data() -> None:
     assert not hasattr(Empty, "mean")
 
 
-def test_a_weight_that_a_layer_of_torch_computes_in_each_pass_does_not_count_as_kept(tmp_path: Any) -> None:
+def test_weights_computed_in_each_pass_are_not_kept_state(tmp_path: Any) -> None:
     class Normed(Net):
         alpha = 1.0
 

@@ -48,7 +48,7 @@ def test_the_numbers_are_those_of_the_accounts() -> None:
     assert statement.replace_one == (2 * statement.epsilon, (1 + math.exp(statement.epsilon)) * 1e-5)
 
 
-def test_the_words_name_everything_that_the_guarantee_rests_on() -> None:
+def test_the_text_has_all_assumptions_of_the_guarantee() -> None:
     statement = make_statement(max_epsilon=3.0, accountant="prv")
     assert statement.text.splitlines()[0] == (
         f"The training is (epsilon {round_up(statement.epsilon or 0)}, delta 1e-05)-differentially private for one "
@@ -92,7 +92,7 @@ def test_the_choices_of_the_user_are_stated() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_mode_says_why_records_do_not_change_the_losses_of_others(mode: str) -> None:
+def test_each_mode_states_why_losses_depend_on_one_record(mode: str) -> None:
     compared = mode in ("hooks", "ghost")
     text = make_statement(mode=mode).text
     assert ("Losses: each step compares the loss of the batch" in text) is compared

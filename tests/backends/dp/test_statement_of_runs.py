@@ -64,7 +64,7 @@ def check_bound(directory: Path) -> None:
 
 
 SEEN: list[int] = []
-"""Steps in which `Watching` has looked; no attribute, for those are put back in each step."""
+"""Steps in which `Watching` compared; not an attribute, because attributes are restored in each step."""
 
 
 class Watching(Classifier):
@@ -110,7 +110,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 LONGER = {"epochs": 3, "resume": True}
 
 
-def test_a_start_without_budget_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+def test_a_start_without_budget_changes_neither_statement_nor_ledger(tmp_path: Path) -> None:
     first = trained(tmp_path, args=promise(target_epsilon=3.0))
     before = files_of(tmp_path)
     with pytest.raises(PrivacyBudgetError, match=r"exceed target_epsilon=3\.0.* a larger target_epsilon") as caught:
@@ -129,7 +129,7 @@ class Unvalidated(Classifier):
     val_step = ts.ModuleInterface.val_step
 
 
-def test_a_start_that_a_check_refuses_leaves_the_statement_and_the_ledger(tmp_path: Path) -> None:
+def test_a_refused_start_changes_neither_statement_nor_ledger(tmp_path: Path) -> None:
     args = promise(**NOISY, public_validation=True)
     trained(tmp_path, args=args)
     before = files_of(tmp_path)
@@ -138,7 +138,7 @@ def test_a_start_that_a_check_refuses_leaves_the_statement_and_the_ledger(tmp_pa
     assert files_of(tmp_path) == before
 
 
-def test_the_file_is_written_again_when_others_charge_the_run(tmp_path: Path) -> None:
+def test_the_statement_is_updated_when_others_charge_the_run(tmp_path: Path) -> None:
     class Joined(Watching):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             if global_step == 18:
@@ -154,9 +154,7 @@ def test_the_file_is_written_again_when_others_charge_the_run(tmp_path: Path) ->
     check_bound(tmp_path)
 
 
-def test_interrupted_at_any_line_of_the_ledger_the_file_is_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_statement_is_a_bound_after_any_ledger_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments, append = random.Random(3), ledger.LedgerChain.append
 
     class Killed(BaseException):
@@ -178,7 +176,7 @@ def test_interrupted_at_any_line_of_the_ledger_the_file_is_a_bound(
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_killed_at_random_moments_the_file_is_a_bound(tmp_path: Path) -> None:
+def test_the_statement_of_a_killed_run_is_a_bound(tmp_path: Path) -> None:
     moments = random.Random(5)
     for _ in range(3):
         child = os.fork()
@@ -198,7 +196,7 @@ def test_killed_at_random_moments_the_file_is_a_bound(tmp_path: Path) -> None:
 # --- D-S4: initial weights
 
 
-def test_weights_that_were_trained_without_privacy_are_refused_unless_they_are_public(tmp_path: Path) -> None:
+def test_weights_trained_without_privacy_are_refused_unless_public(tmp_path: Path) -> None:
     plain = ts.Trainer(Classifier(), arguments(tmp_path / "plain", checkpointer_args=SAVING))
     plain.train()
     plain.export(tmp_path / "export")
@@ -227,7 +225,7 @@ def test_the_steps_of_a_private_source_count(tmp_path: Path) -> None:
         assert "whose 6 private steps are among those of this statement" in statement.text
 
 
-def test_a_second_private_run_on_the_same_module_adds_the_steps_of_the_first(tmp_path: Path) -> None:
+def test_a_second_private_run_adds_the_steps_of_the_first(tmp_path: Path) -> None:
     module = Classifier()
     trained(tmp_path / "one", module)
     second = trained(tmp_path / "two", module)
@@ -250,21 +248,21 @@ def test_a_module_that_was_trained_without_privacy_is_refused(tmp_path: Path) ->
 # --- D-M3 and D-M14: assumptions of the epsilon
 
 
-def test_another_clipping_after_a_resume_is_stated_for_its_own_steps(tmp_path: Path) -> None:
+def test_another_clipping_after_a_resume_is_stated_for_its_steps(tmp_path: Path) -> None:
     trained(tmp_path)
     statement = trained(tmp_path, None, promise(**NOISY, per_sample_max_grad_norm=10.0), epochs=2, resume=True)
     assert "gradient clipped to 0.5 (flat) for 6 steps, 10 (flat) for 6 steps" in statement.text
     assert statement.epsilon == epsilon_of([(1.0, 8 / 41, 12)], 1e-4, "rdp")
 
 
-def test_the_statement_has_a_line_on_everything_that_it_rests_on(tmp_path: Path) -> None:
+def test_the_statement_has_a_line_for_each_assumption(tmp_path: Path) -> None:
     text = trained(tmp_path).text
     for line in ("Initial weights: ", "Losses: ", "Assumed: ", "Schedulers: ", "Randomness: ", "Persons: "):
         assert f"\n  {line}" in text
     assert "\n    - the gradient mode, errors, warnings and times, which depend on private records\n" in text
 
 
-def test_an_export_carries_the_statement(tmp_path: Path) -> None:
+def test_an_export_contains_the_statement(tmp_path: Path) -> None:
     trainer = made(tmp_path / "run")
     trainer.train()
     trainer.export(tmp_path / "export")
@@ -304,9 +302,7 @@ def test_the_remaining_files_of_a_partly_deleted_run_count(tmp_path: Path) -> No
     assert trained(tmp_path / "run", Classifier(numbers(149)), args, train_batch_size=20, resume="auto").steps >= 5 + 8
 
 
-def test_a_copied_run_directory_states_that_the_other_copy_is_not_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_statements_of_copied_runs_name_the_other_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     other = trained(tmp_path / "other", epochs=2, resume=True)
@@ -325,7 +321,7 @@ def test_the_statement_names_the_steps_of_an_overwritten_run(tmp_path: Path) -> 
     assert current_statement(tmp_path).text.count(words) == 1
 
 
-def test_the_refusal_of_a_second_private_run_says_that_epsilons_add_up(tmp_path: Path) -> None:
+def test_the_refusal_of_a_second_run_says_epsilons_add_up(tmp_path: Path) -> None:
     trained(tmp_path)
     with pytest.raises(ts.ConfigurationError, match=r"overwrite=True.* epsilon of that run stays spent and adds up"):
         trained(tmp_path)
@@ -353,7 +349,7 @@ def test_the_command_line_prints_the_current_statement_of_a_run(
     assert main(["privacy", "statement", str(tmp_path / "nothing")]) == 2
 
 
-def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_the_account_of_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "data.ledger"
     args = promise(**NOISY, ledger=path, dataset_name="patients")
     for name in ("one", "two"):
@@ -379,7 +375,7 @@ def test_the_command_line_tells_the_account_of_a_dataset(tmp_path: Path, capsys:
     assert "all runs released, if they are 10:" in capsys.readouterr().out
 
 
-# --- facts other than the steps: neither the file nor the command line forgets them
+# --- facts other than the steps, in the file and on the command line
 
 
 class Killed(BaseException):
@@ -406,7 +402,7 @@ def writes(trainer: ts.Trainer) -> None:
 
 
 def killed(directory: Path, step: int, *more: Scripted, args: Any = None, **changes: Any) -> None:
-    """Break off after global step `step`, without a checkpoint."""
+    """Train until the end of global step `step`, then raise without a checkpoint."""
     trainer = ts.Trainer(
         Classifier(),
         private(directory, args or promise(**NOISY), **{"checkpointer_args": RARELY, "epochs": 2, **changes}),
@@ -416,7 +412,7 @@ def killed(directory: Path, step: int, *more: Scripted, args: Any = None, **chan
         trainer.train()
 
 
-def test_a_refusal_in_the_middle_of_a_run_is_on_the_disk_at_once(tmp_path: Path) -> None:
+def test_a_refusal_within_a_run_is_written_at_once(tmp_path: Path) -> None:
     args = promise(**NOISY, on_unsafe="report")
     killed(tmp_path, 5, Scripted(2, writes), args=args)
     assert on_disk(tmp_path).overrides
@@ -426,18 +422,18 @@ def test_a_refusal_in_the_middle_of_a_run_is_on_the_disk_at_once(tmp_path: Path)
     assert book.voided[run] in (tmp_path / "privacy_statement.txt").read_text()
 
 
-def test_limits_that_came_after_the_last_checkpoint_are_stated(tmp_path: Path) -> None:
+def test_overrides_after_the_last_checkpoint_are_stated(tmp_path: Path) -> None:
     trained(tmp_path, epochs=1)
     killed(tmp_path, 8, args=promise(**NOISY, expose_records=True, log_train_loss=True), resume=True)
     told = current_statement(tmp_path)
     assert (told.epsilon, told.delta, told.covered) == (None, None, ())
     assert any("expose_records" in reason for reason in told.overrides)
-    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which knows nothing of them
+    resumed = trained(tmp_path, epochs=2, resume=True)  # from the checkpoint, which has no record of them
     assert resumed.epsilon is None
     assert any("recorded without noise" in line for line in resumed.not_covered)
 
 
-def test_without_its_ledger_a_run_is_not_said_to_have_spent_nothing(tmp_path: Path) -> None:
+def test_without_its_ledger_a_run_states_the_planned_epsilon(tmp_path: Path) -> None:
     killed(tmp_path, 5)
     running, path = on_disk(tmp_path), tmp_path / "privacy-ledger.jsonl"
     for _ in range(2):
@@ -447,7 +443,7 @@ def test_without_its_ledger_a_run_is_not_said_to_have_spent_nothing(tmp_path: Pa
         path.touch()
 
 
-def test_a_run_that_was_told_of_another_ledger_later_is_counted_there(tmp_path: Path) -> None:
+def test_a_run_with_a_later_ledger_is_counted_there(tmp_path: Path) -> None:
     run, path = tmp_path / "run", tmp_path / "data.ledger"
     trained(run, epochs=1)
     args = promise(**NOISY, ledger=path)
@@ -461,7 +457,7 @@ def test_a_run_that_was_told_of_another_ledger_later_is_counted_there(tmp_path: 
         current_statement(run)
 
 
-def test_the_planned_steps_of_a_chosen_stop_count_ever_after(tmp_path: Path) -> None:
+def test_the_planned_steps_of_an_early_stop_keep_counting(tmp_path: Path) -> None:
     def stops(trainer: ts.Trainer) -> None:
         trainer.request_stop("enough")
 
@@ -488,7 +484,7 @@ def test_with_telemetry_every_early_end_counts_as_chosen(tmp_path: Path) -> None
     assert counts == [7, 0]
 
 
-def test_an_export_that_a_private_run_loads_is_one_of_its_origins(tmp_path: Path) -> None:
+def test_an_export_that_a_private_run_loads_counts_as_origin(tmp_path: Path) -> None:
     plain = ts.Trainer(Classifier(), arguments(tmp_path / "plain", checkpointer_args=RARELY))
     plain.train()
     plain.export(tmp_path / "export")
@@ -522,7 +518,7 @@ def test_a_ledger_takes_no_budget_without_a_meaning(tmp_path: Path, capsys: pyte
     assert book.budget is None
 
 
-def test_a_link_to_a_ledger_does_not_count_as_a_copy(tmp_path: Path) -> None:
+def test_a_link_to_a_ledger_is_not_a_copy(tmp_path: Path) -> None:
     path, link = tmp_path / "one" / "a.ledger", tmp_path / "two" / "a.ledger"
     SpendLedger(path).charge("run", 1.0, 0.1)
     link.parent.mkdir()
@@ -559,7 +555,7 @@ class Keeps(Classifier):
         self.log("mine", self.last)
 
 
-def test_a_validation_logs_nothing_that_train_step_has_kept(tmp_path: Path) -> None:
+def test_a_validation_logs_no_value_kept_by_train_step(tmp_path: Path) -> None:
     args = promise(**NOISY, public_validation=True, grad_mode="loop")
     trainer = ts.Trainer(Keeps(validate=True), private(tmp_path, args))
     trainer.train()
@@ -577,7 +573,7 @@ def test_training_data_are_refused_as_public_validation_data(tmp_path: Path) -> 
         trainer.validate({"train": loader})
 
 
-def test_states_of_earlier_versions_tell_of_public_random_numbers_and_lose_their_losses(tmp_path: Path) -> None:
+def test_earlier_states_report_public_random_numbers_and_drop_losses(tmp_path: Path) -> None:
     trainer = made(tmp_path)
     trainer.train()
     layer = next(one for one in trainer.trainer_backend.layers() if one.private)

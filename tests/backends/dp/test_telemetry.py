@@ -42,7 +42,7 @@ def train_step(model: nn.Module, batch: Any) -> Any:
 
 
 class Steep(Rated):
-    """Its losses grow with the inputs, above any range, and fall below it for other labels."""
+    """Its losses exceed any range for large inputs, and are negative for some labels."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         found = super().train_step(global_step, batch, device)
@@ -66,7 +66,7 @@ def joint_sum(data: TensorDataset, mode_type: Any, clipping: str, count_noise: f
         mode.add(train_step, batch, len(batch[0]))
         telemetry.check_observed(len(batch[0]))
     sums = telemetry.pop_sums(torch.device("cpu"))
-    # One noise of sigma times the sensitivity is on every coordinate, so a coordinate's unit follows from its noise.
+    # All coordinates have noise of sigma times the sensitivity, so the noise of a coordinate gives its unit.
     joint = clipper.sensitivity * telemetry.stretch
     scaled = sums * joint / torch.tensor(telemetry.deviations)
     return torch.cat([*(part.flatten() for part in mode.pop_sums()), scaled]), joint
@@ -90,7 +90,7 @@ def test_a_record_moves_all_coordinates_together_by_the_stated_sensitivity(mode:
     assert moved > 0.25 * joint  # a record without a finite gradient still has an accuracy and a norm
 
 
-def test_the_count_of_adaptive_clipping_keeps_its_noise_and_shares_the_step_with_telemetry() -> None:
+def test_the_adaptive_count_keeps_its_noise_next_to_telemetry() -> None:
     args = promise(clipping="adaptive", noise_multiplier=1.5, count_noise_multiplier=2.0)
     plan = plan_privacy(args, expected_batch_size=8, dataset_size=50, steps=1)
     alone = Telemetry(args, plan, AdaptiveClipper(0.5), one_by_one=True)
@@ -152,7 +152,7 @@ TRUE = [1.25, 0.25, 0.25, 0.5, 1.0]
 HALF = [2.0, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_the_noise_of_telemetry_is_that_of_the_mechanism_and_independent(noisy: Any) -> None:
+def test_telemetry_noise_is_independent_and_that_of_the_mechanism(noisy: Any) -> None:
     trainer, seen = noisy
     steps, stretch = len(seen), math.sqrt(1 + 5 * 0.1**2)
     noise = 8.0 * stretch / (0.1 * 100)
@@ -225,7 +225,7 @@ class StopsAt(ts.Callback):
             trainer.request_stop("test")
 
 
-def test_a_stop_that_may_depend_on_values_leaves_the_epsilon_of_the_planned_steps(tmp_path: Path) -> None:
+def test_an_early_stop_keeps_the_epsilon_of_planned_steps(tmp_path: Path) -> None:
     args = promise(noise_multiplier=1.0)
     saving = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "resume": "auto"}
 
@@ -274,7 +274,7 @@ class Coupled(Classifier):
         return {"loss": loss, "scores": self.net(batch[0])}
 
 
-def test_the_return_value_that_train_step_needs_is_stated_before_the_first_step(tmp_path: Path) -> None:
+def test_a_missing_telemetry_output_is_refused_before_training(tmp_path: Path) -> None:
     for asked, message in (
         ("accuracy", r"returns a dict with the keys \['loss', 'scores'\]"),
         ("scores", r"shape \(3,\) for each record"),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize("source", ["indices", "batches"])
-def test_a_borrowed_pass_changes_no_state_and_calls_the_hook_with_empty_outputs(source: str) -> None:
+def test_a_borrowed_pass_changes_no_state_and_has_empty_outputs(source: str) -> None:
     """13 samples: the third step has one, which rank 0 trains on. Ready-made batches have two samples each."""
     main, *others = run_world(3, borrowed.last_step, samples=13, source=source)
 

@@ -13,7 +13,7 @@ from tests.helpers.workers.changed_parameters import changed
 pytestmark = pytest.mark.processes
 
 
-def test_a_parameter_that_train_step_creates_has_to_be_equal_on_all_ranks(tmp_path: Path) -> None:
+def test_parameters_created_in_train_step_must_agree_between_ranks(tmp_path: Path) -> None:
     for rank in run_world(2, changed, directory=str(tmp_path), how="created in the step, differing", backend="ddp"):
         assert "ConfigurationError: train_step has created the parameters ['extra'], which have other" in rank["error"]
         assert "Create them in a hook, such as on_end_train_step" in rank["error"]
@@ -43,7 +43,7 @@ def test_a_parameter_that_train_step_freezes_is_refused(last: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("how", ["frozen in a hook", "unfrozen in a hook", "added in a hook"])
-def test_a_change_between_micro_batches_is_not_taken_for_a_backward_pass(how: str, tmp_path: Path) -> None:
+def test_a_change_between_micro_batches_causes_no_warning(how: str, tmp_path: Path) -> None:
     for rank in run_world(2, changed, directory=str(tmp_path), how=how, backend="ddp", gpu_batch_size_limit=2):
         assert rank["error"] is None
         assert not [line for line in rank["warnings"] if "itself in global step" in line]

@@ -29,8 +29,8 @@ from trainstack.backends.processes.peer_report import MOST_LINES, Place, missing
 @pytest.mark.parametrize(
     "size", [2, 4, pytest.param(8, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
 )
-def test_a_sum_is_one_message_for_each_doubling_and_a_gather_one_collective_more(size: int) -> None:
-    """P-K1, P-K8: before, a sum was an all-gather of 256 bytes of each rank; skewed gathers were broadcasts of all."""
+def test_a_sum_sends_log2_messages_and_a_gather_one_collective(size: int) -> None:
+    """P-K1, P-K8: earlier, a sum was an all-gather of 256 bytes of each rank; skewed gathers were broadcasts of all."""
     by_rank = run_world(size, scale.exchanges)
 
     most = message_costs.merge(size)
@@ -42,15 +42,15 @@ def test_a_sum_is_one_message_for_each_doubling_and_a_gather_one_collective_more
         assert costs["states"]["send"] <= 2 * most.messages
         assert (costs["gather"]["allgather"], costs["gather"]["broadcast"]) == (1, 0)
         assert (costs["outputs"]["allgather"], costs["outputs"]["broadcast"]) == (4, 0), (
-            "one a leaf, however many ranks"
+            "one for each leaf, on any number of ranks"
         )
-        assert costs["skewed"]["broadcast"] <= 1, "of the only rank that has much"
+        assert costs["skewed"]["broadcast"] <= 1, "of the only rank with large data"
     assert max(costs["sum"]["send"] for costs in by_rank) == most.messages
 
 
 @pytest.mark.distributed
 @pytest.mark.processes
-def test_outputs_go_to_the_main_process_or_stay_where_they_are() -> None:
+def test_outputs_go_to_the_main_process_or_stay_local() -> None:
     """P-K8. A rank sends each leaf once, in place of receiving those of all ranks."""
     main, *others = run_world(3, scale.kept_outputs, samples=7)
 
@@ -65,8 +65,8 @@ def test_outputs_go_to_the_main_process_or_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 32])
-def test_the_rendezvous_asks_the_store_a_bounded_number_of_times(size: int) -> None:
-    """P-K3: before, each rank made 250 requests in each second of waiting."""
+def test_the_rendezvous_makes_a_bounded_number_of_store_requests(size: int) -> None:
+    """P-K3: earlier, each rank made 250 requests in each second of waiting."""
     cost = rendezvous(size, spread_s=0.0)
 
     assert cost.requests <= 40 * size
@@ -75,7 +75,7 @@ def test_the_rendezvous_asks_the_store_a_bounded_number_of_times(size: int) -> N
 
 @pytest.mark.parametrize("size", [2, 4, 8, 32])
 def test_the_values_of_all_ranks_are_read_with_one_request(size: int) -> None:
-    """P-K4: before, each rank read each other one's word: the square of the number of ranks."""
+    """P-K4: earlier, each rank read the value of each other rank, which is quadratic in the number of ranks."""
     store = CountingStore()
     this = threading.local()
 
@@ -95,8 +95,8 @@ def test_the_values_of_all_ranks_are_read_with_one_request(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8, 32])
-def test_of_ranks_that_lose_one_a_few_ask_all(size: int) -> None:
-    """P-K5: before, each asked each: 3.2 million requests and a report of all places from each of 1,000 ranks."""
+def test_only_a_few_ranks_ask_all_others_after_a_loss(size: int) -> None:
+    """P-K5: earlier, each rank asked all others: 1,000 ranks made 3.2 million requests, each with a report of all."""
     cost = failure(size)
 
     assert cost.requests <= 200 * size
@@ -114,7 +114,7 @@ def test_a_report_of_a_thousand_places_has_few_lines() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_lazy_group_asks_the_store_once_and_a_full_mesh_for_each_rank(
+def test_lazy_groups_need_linear_and_meshes_quadratic_store_requests(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P-K2."""
@@ -141,7 +141,7 @@ def test_a_lazy_group_asks_the_store_once_and_a_full_mesh_for_each_rank(
 
         def use(rank: int) -> Any:
             store = Counting()
-            stores.append(store)  # a lazy group asks it later
+            stores.append(store)  # a lazy group uses it later
             group = ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
             opened.wait()
             made.append(number[0])
@@ -160,16 +160,16 @@ def test_a_lazy_group_asks_the_store_once_and_a_full_mesh_for_each_rank(
     with mock.patch.object(network, "EAGER_RANKS", 1), network.connections_for(size):
         lazy = requests()
     assert lazy == size, "each rank writes its address, once"
-    assert eager >= size * (size + 1), "each rank reads that of each other one"
+    assert eager >= size * (size + 1), "each rank reads the address of each other rank"
 
 
-def test_small_worlds_connect_at_once_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_worlds_connect_eagerly_unless_the_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     assert [network.connects_lazily(size) for size in (2, 64, 65)] == [False, False, True]
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
     assert network.connects_lazily(2)
 
 
-def test_messages_of_a_merge_are_counted_by_the_rank_that_sends_most() -> None:
+def test_a_merge_costs_the_messages_of_its_busiest_rank() -> None:
     assert [message_costs.merge(size).messages for size in (2, 3, 4, 5, 8, 1000)] == [1, 2, 2, 3, 3, 10]
     assert message_costs.merge(8).bytes == 3 * SIZE

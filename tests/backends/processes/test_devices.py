@@ -1,4 +1,4 @@
-"""Which device a process takes, and which string `auto` becomes."""
+"""The device of a process, and the string that `auto` stands for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestDevices:
 
     @pytest.mark.parametrize("wanted", ["cuda:7", torch.device("cuda", 7), 7, ["cuda:7"]], ids=str)
     @pytest.mark.usefixtures("four_gpus")
-    def test_one_that_is_not_there_is_refused_however_it_is_named(self, wanted: Any) -> None:
+    def test_a_missing_device_is_refused_in_every_notation(self, wanted: Any) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"device=('cuda:)?7'?: torch finds 4 accelerators"):
             pick_device(wanted)
 

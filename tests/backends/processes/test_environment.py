@@ -1,4 +1,4 @@
-"""Reading the place of a process off the variables of launchers. Nothing is started here."""
+"""Detection of ranks from the environment variables of launchers. No test starts a process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def found(environ: dict[str, str], **changes: str | None) -> ProcessInfo:
 
 
 @pytest.mark.spec("PMT-23")
-def test_torchrun() -> None:
+def test_torchrun_variables_are_read() -> None:
     assert place(TORCHRUN) == ProcessInfo(
         rank=3,
         size=4,
@@ -106,9 +106,11 @@ def test_without_variables_there_is_one_process() -> None:
     assert detect_process_info({"WORLD_SIZE": "1"}) is None
 
 
-def test_env_variables_exported_by_hand() -> None:
+def test_variables_exported_by_hand_are_read() -> None:
     one_each = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "host", "MASTER_PORT": "2900"}
     assert (found(one_each).local_size, found(one_each).node_rank) == (1, 1)
+    assert (found(one_each, RANK="0").local_size, found(one_each, RANK="0").node_rank) == (1, 0)
+    assert found(one_each, MASTER_ADDR="127.0.0.1").local_size == 1, "the local rank differs from the rank"
     together = {**one_each, "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
     assert (found(together).local_size, found(together).node_rank) == (2, 0)
     alone = found({"RANK": "0", "WORLD_SIZE": "1"})
@@ -137,7 +139,7 @@ def test_processes_of_one_machine_need_a_local_rank(rank: str) -> None:
         found(PODS, RANK=rank, LOCAL_WORLD_SIZE="2")
 
 
-def test_the_local_executor_of_submitit() -> None:
+def test_the_local_executor_of_submitit_is_detected() -> None:
     """E-S14."""
     variables = {
         "SUBMITIT_LOCAL_JOB_ID": "4235",
@@ -172,19 +174,19 @@ def test_a_missing_variable_is_named(name: str) -> None:
         ({"RANK": None, "WORLD_SIZE": None}, "LOCAL_RANK='1' is set and RANK is not"),
     ],
 )
-def test_contradictions_of_torchrun(changes: dict[str, str | None], sentence: str) -> None:
+def test_contradictions_of_torchrun_are_refused(changes: dict[str, str | None], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         place(TORCHRUN, **changes)
 
 
-def test_torchrun_goes_before_the_others() -> None:
+def test_torchrun_takes_precedence_over_other_launchers() -> None:
     assert found({**SLURM, **OPENMPI, **TORCHRUN}).launcher == "torchrun"
 
 
 # --- SLURM
 
 
-def test_slurm() -> None:
+def test_slurm_variables_are_read() -> None:
     assert place(SLURM) == ProcessInfo(
         rank=5,
         size=7,
@@ -197,7 +199,7 @@ def test_slurm() -> None:
     )
 
 
-def test_variables_of_slurm_in_older_and_odd_forms() -> None:
+def test_older_and_odd_forms_of_slurm_variables_are_read() -> None:
     whole = {"SLURM_STEP_TASKS_PER_NODE": None, "SLURM_STEP_NUM_TASKS": None, "SLURM_NTASKS": "8"}
     assert found(SLURM, **whole, SLURM_TASKS_PER_NODE="4(x2)").local_size == 4
     assert found(SLURM, **whole, SLURM_TASKS_PER_NODE=None, SLURM_NTASKS_PER_NODE="4").local_size == 4
@@ -207,12 +209,12 @@ def test_variables_of_slurm_in_older_and_odd_forms() -> None:
     assert found(SLURM, SLURM_RESTART_COUNT="3").restarts == 3
 
 
-def test_one_machine_of_slurm_meets_on_the_loopback_device() -> None:
+def test_one_slurm_machine_uses_the_loopback_address() -> None:
     one = found(SLURM, SLURM_STEP_TASKS_PER_NODE="7", SLURM_NODEID="0", SLURM_STEP_NODELIST="gpu08")
     assert (one.master_addr, one.local_size) == ("127.0.0.1", 7)
 
 
-def test_two_steps_of_a_job_meet_at_two_ports() -> None:
+def test_steps_of_a_job_have_different_ports() -> None:
     ports = {found(SLURM, SLURM_STEP_ID=step).master_port for step in ("0", "1", "2")}
     assert len(ports) == 3
     assert all(15000 <= port < 31000 for port in ports)
@@ -241,7 +243,7 @@ def test_srun_with_a_terminal_is_one_process() -> None:
         ({"SLURM_STEP_NODELIST": None, "SLURM_JOB_NODELIST": None}, "SLURM_STEP_NODELIST is missing"),
     ],
 )
-def test_contradictions_of_slurm(changes: dict[str, str | None], sentence: str) -> None:
+def test_contradictions_of_slurm_are_refused(changes: dict[str, str | None], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         place(SLURM, **changes)
 
@@ -256,17 +258,17 @@ def test_contradictions_of_slurm(changes: dict[str, str | None], sentence: str) 
         ("x[099-101]", ["x099", "x100", "x101"]),
     ],
 )
-def test_lists_of_hosts(text: str, hosts: list[str]) -> None:
+def test_lists_of_hosts_are_expanded(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize("text", ["", "a[1-", "a[x]", "a,,b", "a]"])
-def test_broken_lists_of_hosts(text: str) -> None:
+def test_broken_lists_of_hosts_are_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the texts differ
         expand_hosts(text)
 
 
-def test_counts_of_tasks() -> None:
+def test_counts_of_tasks_are_expanded() -> None:
     assert expand_counts("4") == [4]
     assert expand_counts("4(x2),3") == [4, 4, 3]
 
@@ -274,7 +276,7 @@ def test_counts_of_tasks() -> None:
 # --- Open MPI
 
 
-def test_openmpi_on_one_machine() -> None:
+def test_openmpi_on_one_machine_needs_no_address() -> None:
     where = found(OPENMPI)
     assert (where.rank, where.size, where.local_rank, where.local_size) == (1, 2, 1, 2)
     assert (where.master_addr, where.launcher, where.node_rank) == ("127.0.0.1", "openmpi", 0)
@@ -283,7 +285,7 @@ def test_openmpi_on_one_machine() -> None:
     assert found(OPENMPI, PMIX_NAMESPACE=None).master_port == 29500
 
 
-def test_openmpi_on_two_machines() -> None:
+def test_openmpi_on_two_machines_needs_an_address() -> None:
     two = {**OPENMPI, "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(ts.ConfigurationError, match=r"MASTER_ADDR is missing.*mpirun -x MASTER_ADDR"):
         detect_process_info(two)
@@ -295,7 +297,7 @@ def test_openmpi_on_two_machines() -> None:
     assert found(two, MASTER_ADDR="node01").node_rank == 1
 
 
-def test_mpirun_in_a_slurm_job() -> None:
+def test_mpirun_takes_precedence_in_a_slurm_job() -> None:
     """mpirun starts its daemons with srun: SLURM then counts machines where Open MPI counts processes."""
     where = found({**SLURM, **OPENMPI})
     assert (where.launcher, where.rank, where.size) == ("openmpi", 1, 2)
@@ -309,12 +311,12 @@ def test_mpirun_in_a_slurm_job() -> None:
         ({"WORLD_SIZE": "3"}, "WORLD_SIZE=3 and OMPI_COMM_WORLD_SIZE=2 contradict"),
     ],
 )
-def test_contradictions_of_openmpi(changes: dict[str, str | None], sentence: str) -> None:
+def test_contradictions_of_openmpi_are_refused(changes: dict[str, str | None], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         place(OPENMPI, **changes)
 
 
-# --- said by hand
+# --- explicit arguments
 
 
 def said(**changes: Any) -> DistributedTrainingArguments:
@@ -322,7 +324,7 @@ def said(**changes: Any) -> DistributedTrainingArguments:
 
 
 @pytest.mark.spec("PMT-23", "F119")
-def test_explicit_arguments_go_first() -> None:
+def test_explicit_arguments_take_precedence() -> None:
     where = detect_process_info(SLURM, said(master_addr="host", master_port=1234, local_world_size=2))
     assert where == ProcessInfo(
         rank=3,
@@ -336,7 +338,7 @@ def test_explicit_arguments_go_first() -> None:
     )
 
 
-def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> None:
+def test_explicit_arguments_take_the_address_from_the_environment() -> None:
     where = detect_process_info({"MASTER_ADDR": "host", "MASTER_PORT": "2900"}, said())
     assert where is not None
     assert (where.master_addr, where.master_port) == ("host", 2900)
@@ -348,7 +350,7 @@ def test_explicit_arguments_take_the_meeting_point_from_the_environment() -> Non
     assert (alone.master_addr, alone.local_size) == ("127.0.0.1", 1)
 
 
-def test_explicit_arguments_against_a_launcher() -> None:
+def test_explicit_arguments_that_contradict_a_launcher_are_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match="the arguments have 3, but the launcher set RANK=0"):
         detect_process_info({**TORCHRUN, "RANK": "0"}, said())
 
@@ -415,7 +417,7 @@ def test_one_process_runs_where_one_was_started(environ: dict[str, str]) -> None
     assert ts.SingleProcess(environ=environ).open("cpu").size == 1
 
 
-def test_a_process_that_trains_its_own_model_is_told_that_it_is_alone(
+def test_an_empty_environ_allows_one_process_among_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in SLURM.items():

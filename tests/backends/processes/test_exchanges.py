@@ -1,4 +1,4 @@
-"""Exchanges of ranks: without pickle, named, in one collective; ranks that are in different ones are told so."""
+"""Exchanges between ranks: named, without pickle, in one collective. Ranks in different exchanges raise an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.workers import wire
 pytestmark = [pytest.mark.distributed, pytest.mark.processes]
 
 
-def test_values_of_all_sizes_reach_all_ranks_and_a_refused_one_ends_the_exchange_on_all() -> None:
+def test_values_reach_all_ranks_and_refused_ones_raise_on_all() -> None:
     ranks = run_world(3, wire.values)
 
     for rank, got in enumerate(ranks):
@@ -40,10 +40,10 @@ def test_values_of_all_sizes_reach_all_ranks_and_a_refused_one_ends_the_exchange
         assert numbers == "PeerError: numbers: the ranks sum different amounts of numbers: [0, 50, 100]."
     assert ranks[0]["sums"] == ranks[1]["sums"] == ranks[2]["sums"], "the same bits"
     expected = [(1e16 + -1e16 + 1.0).hex(), (0.0 + 0.2 + 0.1).hex()]
-    assert ranks[0]["sums"] == [expected] * 3, "rank 2 gives its numbers to rank 0, before 0 and 1 add up"
+    assert ranks[0]["sums"] == [expected] * 3, "rank 0 adds the numbers of rank 2 before those of rank 1"
 
 
-def test_ranks_in_different_exchanges_raise_an_error_with_the_place_of_each() -> None:
+def test_ranks_in_different_exchanges_get_both_places() -> None:
     ranks = run_world(2, wire.apart)
 
     assert ranks[0] == ranks[1]
@@ -63,7 +63,7 @@ def test_ranks_in_different_exchanges_raise_an_error_with_the_place_of_each() ->
     assert "'little'" in refused
 
 
-def test_a_gather_on_one_rank_alone_is_a_sentence_on_both() -> None:
+def test_a_gather_on_one_rank_alone_fails_on_both() -> None:
     for said in run_world(2, wire.extra_gather, log_every=1):
         assert "rank 0 is in 'the losses of a log point' at epoch 0, global step 3" in said
         assert "rank 1 is in 'trainer.gather' at epoch 0, global step 3, called by on_end_train_step at" in said
@@ -72,7 +72,7 @@ def test_a_gather_on_one_rank_alone_is_a_sentence_on_both() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["validate", "save_checkpoint"])
 def test_a_rank_that_calls_a_method_alone_never_meets_gradients(call: str, tmp_path: Path) -> None:
-    """Not even with batch norm, whose buffers are broadcast: no rank is aborted, and both are told both places."""
+    """Also with batch norm, whose buffers are broadcast: no rank is aborted, and both errors name both places."""
     for said in run_world(2, wire.alone_in, fresh=True, call=call, directory=str(tmp_path)):
         assert said.startswith("PeerError: ")
         assert ("> on_end_train_step > validate > " if call == "validate" else "> save > ") in said
@@ -122,9 +122,7 @@ def test_pickles_are_allowed_in_the_arguments_too() -> None:
         ("norm, validation", 0, 28),
     ],
 )
-def test_an_exchange_is_one_message_on_two_ranks_and_a_step_has_none_by_default(
-    case: str, each_step: int, once: int
-) -> None:
+def test_exchanges_are_single_messages_and_steps_have_none(case: str, each_step: int, once: int) -> None:
     """40 steps on 2 ranks. A gather has one collective more.
 
     Once a run: joining the group, five comparisons before the first step and one after the last, the generators of
@@ -137,7 +135,7 @@ def test_an_exchange_is_one_message_on_two_ranks_and_a_step_has_none_by_default(
         assert sum(counts.values()) <= 40 * (case == "log") + 18, (sent, counts)
 
 
-def test_buffers_and_frozen_parameters_of_every_dtype_are_those_of_rank_0() -> None:
+def test_buffers_and_frozen_parameters_come_from_rank_0() -> None:
     one, other = run_world(2, wire.buffers)
 
     assert one["values"] == other["values"]

@@ -17,8 +17,18 @@ pytestmark = pytest.mark.distributed
 REFUSED_TASKS = {"Sparse": "it has sparse gradients", "HooksGradient": "it has a hook on its gradient"}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", sorted(set(TASKS_OF_SP) - set(REFUSED_TASKS)))
+IN_PARTS = ["EverySecondStep", "Experts", "Gan", "Unfreezes"]
+"""Tasks that are tried on three ranks with other numbers of micro-batches."""
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if size == 2 and name not in IN_PARTS else pytest.mark.long)
+        for name in sorted(set(TASKS_OF_SP) - set(REFUSED_TASKS))
+        for size in (2, 3)
+    ],
+)
 def test_sharded_ranks_end_as_one_process(name: str, size: int) -> None:
     ranks = run_world(size, uneven_tasks.train_all, name=name, layouts=LAYOUTS, backend="fsdp")
 
@@ -29,7 +39,7 @@ def test_sharded_ranks_end_as_one_process(name: str, size: int) -> None:
             assert rank[position]["calls"] == expected["calls"]
 
 
-@pytest.mark.parametrize("name", ["EverySecondStep", "Experts", "Gan", "Unfreezes"])
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_sharded_ranks_with_fewer_micro_batches_change_nothing(name: str) -> None:
     layouts = [(21, 2), (13, 1)]
     ranks = run_world(3, uneven_tasks.train_all, name=name, layouts=layouts, backend="fsdp")
@@ -58,7 +68,7 @@ def test_a_run_continues_under_another_backend_and_number_of_ranks(tmp_path: Pat
 
 def test_a_resume_on_the_same_ranks_has_the_same_bits(tmp_path: Path) -> None:
     unbroken = run_world(2, sharded.resumed, directory=str(tmp_path / "one"), backend="fsdp", max_steps=12)
-    for steps in (1, 4, 7, 12):
+    for steps in (1, 7, 12):
         broken = run_world(2, sharded.resumed, directory=str(tmp_path / "two"), backend="fsdp", max_steps=steps)
 
     assert [rank["weights"] for rank in broken] == [rank["weights"] for rank in unbroken]
@@ -105,16 +115,16 @@ def test_an_export_has_whole_tensors(tmp_path: Path) -> None:
         assert (tensor - other[name]).abs().max() <= 1e-10
 
 
-def test_trainings_in_a_process_group_of_the_users_follow_each_other() -> None:
+def test_successive_trainings_share_an_adopted_process_group() -> None:
     for first, second in run_world(2, sharded.trained_twice):
         assert first == second
 
 
-def test_a_save_never_makes_all_parameters_whole(tmp_path: Path) -> None:
+def test_a_save_never_gathers_all_parameters(tmp_path: Path) -> None:
     assert run_world(2, sharded.gathers, directory=str(tmp_path)) == [0, 0]
 
 
-def test_no_whole_gradient_is_kept_between_micro_batches_where_each_is_reduced(tmp_path: Path) -> None:
+def test_reducing_each_pass_keeps_no_whole_gradient(tmp_path: Path) -> None:
     kept = {
         each: run_world(2, sharded.whole_gradients, directory=str(tmp_path), reduce_each_pass=each)
         for each in (False, True)

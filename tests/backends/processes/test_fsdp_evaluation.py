@@ -31,7 +31,7 @@ def test_ranks_without_a_batch_join_the_passes_of_the_others(function: object, t
     assert ranks == pytest.approx([expected, expected], rel=0, abs=1e-10)
 
 
-def test_a_signal_to_one_rank_ends_the_validation_of_all_at_one_round(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_ends_the_validation_of_all(tmp_path: Path) -> None:
     ranks = run_world(2, sharded_evaluation.interrupted, directory=str(tmp_path), backend="fsdp", fresh=True)
 
     assert [name for name, _ in ranks] == ["Preempted", "Preempted"]

@@ -49,7 +49,7 @@ def test_features_give_the_numbers_of_one_process_or_are_refused(tmp_path: Path)
 
 
 @pytest.mark.distributed
-def test_each_optimizer_of_torch_gives_the_weights_of_one_process_or_is_refused(tmp_path: Path) -> None:
+def test_each_torch_optimizer_equals_one_process_or_is_refused(tmp_path: Path) -> None:
     expected = optimizes("sp", str(tmp_path / "sp"), list(OPTIMIZERS))
     chosen = {"names": list(OPTIMIZERS), "directory": str(tmp_path / "fsdp")}
 
@@ -114,7 +114,7 @@ def test_units_may_be_named_by_module_class_and_name() -> None:
         (["model.blocks.0"], ["shared by model.blocks.0 and the part outside of units"]),
     ],
 )
-def test_units_that_cannot_be_are_refused(units: list[str], words: list[str]) -> None:
+def test_impossible_units_are_refused(units: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as refused:
         find_units(Holds(tied_blocks()), units, option="units")
     for word in words:

@@ -33,7 +33,7 @@ def make() -> Iterator[Callable[..., Hosts]]:
         each.close()
 
 
-def test_a_name_that_leads_to_the_loopback_device_does_no_harm(make: Callable[..., Hosts], tmp_path: Path) -> None:
+def test_a_host_name_that_resolves_to_loopback_is_harmless(make: Callable[..., Hosts], tmp_path: Path) -> None:
     """H-3: on Debian and Ubuntu gloo listened on 127.0.1.1."""
     weights = {}
     for own in (None, "127.0.1.1"):
@@ -49,7 +49,7 @@ def test_a_name_that_leads_to_the_loopback_device_does_no_harm(make: Callable[..
     assert weights[None] == weights["127.0.1.1"]
 
 
-def test_an_interface_that_is_not_there_ends_both_ranks_at_once(make: Callable[..., Hosts], tmp_path: Path) -> None:
+def test_a_missing_interface_ends_both_ranks_at_once(make: Callable[..., Hosts], tmp_path: Path) -> None:
     """H-8, H-4."""
     hosts = make(2)
     hosts.start(tmp_path, networks.over_hosts, timeout_s=60.0, interface_of_rank_1="eth9")
@@ -73,9 +73,7 @@ def cut(make: Callable[..., Hosts], folder: Path, lost: int, count: int = 2) -> 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_when_a_cable_is_pulled_each_rank_ends_and_names_the_network(
-    lost: int, make: Callable[..., Hosts], tmp_path: Path
-) -> None:
+def test_ranks_name_the_network_when_a_cable_is_pulled(lost: int, make: Callable[..., Hosts], tmp_path: Path) -> None:
     """H-1: the rank without the store waited for 16 minutes. H-6: no message named the network."""
     main, other = cut(make, tmp_path, lost)
     assert "  rank 1, the only one of host1, is silent for" in main["error"]

@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Visits(nn.Module):
-    """Initializes all parts once more when they are made, in a call for each; one changes a part of its child."""
+    """Initializes all parts a second time in the constructor, with a call for each part; one call changes a child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def build_all() -> nn.Module:
     return nn.Sequential(Attention(), Visits(), nn.LSTM(3, 4, 2), Replaces(), nn.Linear(2, 2))
 
 
-def test_all_values_and_the_next_random_numbers_are_those_of_a_construction_on_the_cpu() -> None:
+def test_values_and_random_numbers_equal_a_construction_on_the_cpu() -> None:
     torch.manual_seed(1)
     expected, drawn = build_all(), torch.rand(3)
 
@@ -129,13 +129,15 @@ def test_a_part_that_cannot_be_initialized_is_refused_by_name(kind: str) -> None
         initialize_meta(module, WORLD)
 
 
-def test_one_process_trains_a_module_that_was_built_on_the_meta_device() -> None:
+def test_one_process_trains_a_module_from_the_meta_device() -> None:
     assert meta.trained("meta", "sp") == meta.trained("cpu", "sp")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_ranks_begin_and_end_as_with_a_module_that_was_built_on_the_cpu(backend: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "size"), [("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.long), ("fsdp", 3)]
+)
+def test_ranks_train_meta_modules_as_modules_from_the_cpu(backend: str, size: int) -> None:
     expected = run_world(size, meta.trained, on="cpu", backend=backend)
 
     assert run_world(size, meta.trained, on="meta", backend=backend) == expected
@@ -174,7 +176,7 @@ def test_a_run_continues_in_a_module_on_the_meta_device(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("route", "on"), [("instance", "cpu"), ("hook", "meta")])
-def test_an_optimizer_that_was_made_too_early_is_refused_with_the_factory_to_write(route: str, on: str) -> None:
+def test_an_early_optimizer_is_refused_with_the_factory_to_write(route: str, on: str) -> None:
     for error in [*run_world(2, meta.early, route=route, on=on), meta.early(route, "meta", "sp")]:
         assert error.startswith("ModuleContractError: optimizer 0 (SGD) holds 12 parameters that were replaced")
         assert "optimizer=lambda parameters: SGD(parameters, lr=0.1)" in error

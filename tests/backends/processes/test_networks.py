@@ -1,4 +1,4 @@
-"""Ranks over a network: where it is cut each rank ends in time, and on one host nothing listens outside of it."""
+"""Ranks over a network: each rank ends in time when it is cut, and on one host no port is open to other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_on_one_host_no_socket_of_the_run_listens_to_others() -> None:
+def test_on_one_host_all_sockets_listen_on_loopback_only() -> None:
     """Sec-2: torch's store and gloo have no authentication."""
     for rank, found in enumerate(run_world(2, networks.sockets, fresh=True)):
         assert set(found["listens"]) <= LOOPBACK
@@ -32,7 +32,7 @@ def test_on_one_host_no_socket_of_the_run_listens_to_others() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("restarts", [0, 1])  # with restarts rank 0 hosts the store, without them the agent does
-def test_launch_listens_on_the_loopback_address_only_and_shares_a_token(restarts: int) -> None:
+def test_launch_listens_on_loopback_only_and_shares_a_token(restarts: int) -> None:
     """Sec-2."""
     for found in ts.launch(networks.launched, nproc=2, max_restarts=restarts):
         assert found["listens"]
@@ -42,7 +42,7 @@ def test_launch_listens_on_the_loopback_address_only_and_shares_a_token(restarts
 
 
 @pytest.mark.parametrize(("culprit", "how"), [(0, "device"), (1, "device"), (1, "interface")])
-def test_a_rank_that_fails_in_open_is_not_waited_for(culprit: int, how: str) -> None:
+def test_a_rank_that_fails_in_open_is_not_awaited(culprit: int, how: str) -> None:
     """H-4, P-M3: gloo would wait for it five times as long as its time-out."""
     results = run_world(2, networks.fails_in_open, fresh=True, culprit=culprit, how=how)
 
@@ -54,7 +54,7 @@ def test_a_rank_that_fails_in_open_is_not_waited_for(culprit: int, how: str) -> 
     assert all(rank["seconds"] < patience(5) for rank in results)
 
 
-def test_ranks_look_for_a_request_to_stop_about_twice_a_second() -> None:
+def test_ranks_check_for_stop_requests_twice_a_second() -> None:
     """T-16."""
     for rank in run_world(2, networks.stop_requests, steps=200):
         assert rank["steps"] == 200
@@ -86,13 +86,13 @@ def check_cut_off(how: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["backward", "gather", "save", "stop", "first"])
-def test_a_rank_that_is_cut_off_from_the_store_ends_in_time(how: str) -> None:
+def test_a_rank_cut_off_from_the_store_ends_in_time(how: str) -> None:
     """H-1: it waited until the network was back, or for 16 minutes."""
     check_cut_off(how)
 
 
 @pytest.mark.long
-def test_a_signal_handler_runs_in_a_rank_that_is_cut_off() -> None:
+def test_signal_handlers_run_in_a_rank_that_is_cut_off() -> None:
     """H-1."""
     _, cut = run_world(
         2, networks.cut_off, fresh=True, may_fail=True, timeout=60, how="sigterm", timeout_s=20.0, sleep_s=8.0
@@ -102,7 +102,7 @@ def test_a_signal_handler_runs_in_a_rank_that_is_cut_off() -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_in_open_is_waited_for_until_the_clock_runs_out() -> None:
+def test_a_rank_killed_in_open_is_awaited_until_the_timeout() -> None:
     main, killed = run_world(2, networks.fails_in_open, fresh=True, may_fail=True, culprit=1, how="killed")
     assert killed["exit"] == -9
     assert "has waited 2 s for a process group of 2 ranks" in main["error"] or "closed" in main["error"]

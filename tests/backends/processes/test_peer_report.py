@@ -1,9 +1,10 @@
-"""The report of ranks that do not answer: their host, since when, and the likely reason first."""
+"""The report on ranks that do not answer: their host, the time since the last answer, the likely reason first."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -23,7 +24,7 @@ def place(host: str, silent: bool = False, age_s: float = 0.0, text: str = "glob
     return Place(host=host, when=time.time() - age_s, text=text, silent=silent)
 
 
-def test_a_silent_host_is_named_once_with_its_ranks_and_before_other_explanations() -> None:
+def test_a_silent_host_is_named_first_with_its_ranks() -> None:
     """H-6."""
     places = {rank: place("host6") for rank in range(2)} | {rank: place("host7", True, 17) for rank in range(2, 10)}
     said = missing_peers(0, TIMED_OUT, places).splitlines()
@@ -41,8 +42,8 @@ def test_closed_connections_point_to_a_process_before_the_network() -> None:
     assert "network between it and a is interrupted" in said[4]
 
 
-@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "")], ids=["one host", "a rank that never said anything"])
-def test_where_a_host_is_not_lost_the_network_is_not_blamed(hosts: tuple[str, str]) -> None:
+@pytest.mark.parametrize("hosts", [("a", "a"), ("a", "")], ids=["one host", "a rank without any report"])
+def test_the_network_is_not_blamed_without_a_lost_host(hosts: tuple[str, str]) -> None:
     said = missing_peers(0, TIMED_OUT, {0: place(hosts[0]), 1: place(hosts[1], True, 5)})
     assert "  rank 1: does not answer. Last known 5 s ago: global step 3" in said
     assert "network" not in said
@@ -54,7 +55,7 @@ def test_a_host_of_which_one_rank_answers_is_not_lost() -> None:
     assert "network" not in said
 
 
-def test_places_travel_through_the_store() -> None:
+def test_places_are_encoded_and_decoded() -> None:
     there = decode_place(encode_place("global step 7"), silent=True)
     assert there.text == "global step 7"
     assert there.age_s < 60
@@ -81,7 +82,7 @@ def failed() -> ZeroDivisionError:
         return error
 
 
-def test_the_traceback_is_printed_by_the_failed_rank_and_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failed_rank_and_rank_0_print_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """P-M5: on 1,000 ranks it was 100,000 lines."""
     ranks = watchdogs(monkeypatch, 3)
     error = failed()
@@ -93,7 +94,7 @@ def test_the_traceback_is_printed_by_the_failed_rank_and_by_rank_0(monkeypatch: 
     assert other.endswith(": ZeroDivisionError: divides by zero (its output has the traceback)")
 
 
-def test_a_rank_that_cannot_ask_the_store_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pending_store_request_is_reported_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = watchdogs(monkeypatch, 2)[1]
     rank._store._pending[object()] = time.monotonic() - 17
     begin = time.monotonic()
@@ -105,13 +106,29 @@ def test_a_rank_that_cannot_ask_the_store_says_so_at_once(monkeypatch: pytest.Mo
     assert "It was at step 3" in str(said)
 
 
+def test_a_rank_asks_for_the_places_if_the_one_that_asked_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, waits, wait_for = watchdogs(monkeypatch, 2)[1], list[float](), TimedStore.wait_for
+    rank._store.set("asking/1/0", "0")  # rank 0 sends no report
+
+    def waiting(store: TimedStore, keys: list[str], seconds: float, **options: Any) -> list[str]:
+        waits.append(seconds)
+        return wait_for(store, keys, seconds, **options)
+
+    monkeypatch.setattr(TimedStore, "wait_for", waiting)
+    said = str(rank.resolve_error(RuntimeError("[/x/gloo/y.cc:1] Timed out waiting"))).splitlines()
+    assert said[1].startswith("  rank 0: ")
+    assert said[2].startswith("  rank 1: step 3; ")
+    asks_for_s = rank._pause + watchdog.ANSWER_S
+    assert asks_for_s < waits[0] < 3 * asks_for_s
+
+
 def test_a_silent_store_is_a_peer_error(monkeypatch: pytest.MonkeyPatch) -> None:
     said = watchdogs(monkeypatch, 2)[1].resolve_error(StoreSilentError("the store at a:1 has not answered for 9 s"))
     assert isinstance(said, ts.PeerError)
     assert "the store at a:1 has not answered for 9 s" in str(said)
 
 
-def test_an_abort_is_known_to_the_host_before_the_collectives_return() -> None:
+def test_an_abort_is_recorded_before_the_collectives_return() -> None:
     """G-8."""
     from trainstack.backends.processes.communicator import Communicator, GroupCommunicator
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 
 
 def leave(what: str = "nothing") -> dict[str, Any]:
-    """Use a group, then leave something behind; the process, and the first number of its generator."""
+    """Use a group, then leave a change in the process. Returns the process number and the first random number."""
     drawn = torch.rand(1).item()
     if what != "a killed rank":  # whose peer would wait for it at the end
         dist.init_process_group("gloo", init_method=f"file://{os.environ['RENDEZVOUS']}", rank=RANK, world_size=2)
@@ -89,7 +89,7 @@ def test_ranks_of_a_case_that_failed_are_replaced(what: str, monkeypatch: pytest
     assert not {rank["pid"] for rank in run(monkeypatch, tmp_path, "nothing")} & {rank["pid"] for rank in first}
 
 
-def test_a_case_that_hangs_ends_with_the_place_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_case_is_ended_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.helpers.processes.patience", lambda seconds: seconds)
 
     for rank in run_world(2, hang, timeout=2.0, may_fail=True):

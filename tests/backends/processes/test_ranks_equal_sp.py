@@ -26,8 +26,20 @@ def flat(values: Any) -> list[float]:
     return [item for value in values for item in flat(value)] if isinstance(values, list) else [values]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", TASKS_OF_SP)
+ON_TWO = {"EverySecondStep", "Experts", "Gan"}
+"""Tasks for which two ranks are tried each time; three, of which two have no samples, are for all."""
+
+
+def on_ranks(names: list[str]) -> list[Any]:
+    """Each name with both sizes."""
+    return [
+        pytest.param(name, size, marks=() if size == 3 or name in ON_TWO else pytest.mark.long)
+        for name in names
+        for size in (2, 3)
+    ]
+
+
+@pytest.mark.parametrize(("name", "size"), on_ranks(TASKS_OF_SP))
 def test_ranks_without_samples_change_nothing(name: str, size: int) -> None:
     ranks = run_world(size, uneven_tasks.train_all, name=name, layouts=LAYOUTS)
 
@@ -38,8 +50,14 @@ def test_ranks_without_samples_change_nothing(name: str, size: int) -> None:
             assert rank[position]["calls"] == expected["calls"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["EverySecondStep", "Experts", "CountsHalf", "Gan", "Unfreezes"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=() if size == 3 or name == "Gan" else pytest.mark.long)
+        for name in ("EverySecondStep", "Experts", "CountsHalf", "Gan", "Unfreezes")
+        for size in (2, 3)
+    ],
+)
 def test_ranks_with_fewer_micro_batches_change_nothing(name: str, size: int) -> None:
     layouts = [(21, 2), (13, 1)]
     ranks = run_world(size, uneven_tasks.train_all, name=name, layouts=layouts)
@@ -51,8 +69,8 @@ def test_ranks_with_fewer_micro_batches_change_nothing(name: str, size: int) -> 
             assert rank[position]["calls"] == ranks[0][position]["calls"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_collective_in_the_forward_pass_is_joined_by_all_ranks(size: int) -> None:
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_all_ranks_join_a_collective_in_the_forward_pass(size: int) -> None:
     layouts = [(samples, limit) for samples in (24, 23, 13, 21) for limit in (512, 2)]
     ranks = run_world(size, uneven_tasks.train_all, name="Synchronised", layouts=layouts)
 

@@ -1,4 +1,4 @@
-"""Only a rank of this run may join, with its secret, and no rank waits for one that has failed."""
+"""Only ranks of this run with its secret may join, and no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class Meeting:
 
 
 class TestRuns:
-    def test_a_rank_of_another_run_is_refused_on_both_sides_and_the_right_one_still_comes(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_rank_of_another_run_is_refused_on_both_sides(self, caplog: pytest.LogCaptureFixture) -> None:
         meeting = Meeting()
         with caplog.at_level(logging.WARNING, logger="trainstack"):
             main = meeting.come(member("A", "a0"), 0)
@@ -66,14 +64,14 @@ class TestRuns:
             assert "rank 0 at hostA (run_id=A, script=train.py)" in said
             assert "Give each run another port" in said
 
-    def test_a_run_that_its_launcher_names_is_refused_before_rank_0_looks(self) -> None:
+    def test_a_different_launcher_id_is_refused_before_rank_0_looks(self) -> None:
         meeting = Meeting()
         meeting._store.set("trainstack/round", '{"nonce": "n", "run": {"SLURM_JOB_ID": "77"}, "host": "h"}')
         mine = Member(nonce="m", run={"SLURM_JOB_ID": "78"}, host="here")
         with pytest.raises(ts.TrainstackError, match=r"\(SLURM_JOB_ID=78\) than rank 0 at h \(SLURM_JOB_ID=77\)"):
             meeting.come(mine, 1).result(patience(10))
 
-    def test_a_rank_of_a_start_with_other_hosts_does_not_take_a_place(self) -> None:
+    def test_a_rank_of_an_earlier_start_is_refused(self) -> None:
         meeting = Meeting()
         main = meeting.come(member("A", "a0"), 0)
         earlier = {"run_id": "A", "script": "train.py", "world_size": "3"}
@@ -82,8 +80,8 @@ class TestRuns:
         meeting.come(member("A", "a1"), 1).result(patience(10))
         assert main.result(patience(10))[1][1].nonce == "a1"
 
-    def test_rank_0_of_a_cluster_that_calls_itself_localhost_listens_to_other_hosts(self) -> None:
-        """Kubeflow's first operator; LOCAL_WORLD_SIZE says that all ranks are here."""
+    def test_rank_0_at_localhost_may_serve_other_hosts(self) -> None:
+        """As under Kubeflow's first operator. LOCAL_WORLD_SIZE states that all ranks are on this host."""
         variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         for more, one_host in (({}, False), ({"LOCAL_WORLD_SIZE": "2"}, True)):
             environ = {**variables, **more}
@@ -94,11 +92,11 @@ class TestRuns:
     def test_entries_of_an_earlier_group_are_ignored(self) -> None:
         meeting = Meeting()
         for number in range(3):
-            late = meeting.come(member("A", f"{number}-1"), 1)  # it sees the round before
+            late = meeting.come(member("A", f"{number}-1"), 1)  # it reads the earlier round
             main = meeting.come(member("A", f"{number}-0"), 0)
             assert late.result(patience(10))[0] == main.result(patience(10))[0] == f"{number}-0"
 
-    def test_who_is_missing_is_named(self) -> None:
+    def test_missing_ranks_are_named(self) -> None:
         meeting = Meeting()
         store = TimedStore(meeting._store, 5)
         with pytest.raises(TimeoutError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8, \.\.\. did not come"):
@@ -128,7 +126,7 @@ class TestRuns:
 
 
 class TestTokens:
-    def test_a_process_without_the_token_is_refused_and_the_right_one_still_comes(self) -> None:
+    def test_a_process_without_the_token_is_refused(self) -> None:
         meeting = Meeting()
         main = meeting.come(member("A", "a0"), 0, token="secret")
         for token in ("", "guessed"):
@@ -137,7 +135,7 @@ class TestTokens:
         meeting.come(member("A", "a1"), 1, token="secret").result(patience(10))
         assert main.result(patience(10))[1][1].nonce == "a1"
 
-    def test_a_rank_does_not_believe_a_rank_0_without_the_token(self) -> None:
+    def test_rank_0_without_the_token_is_ignored(self) -> None:
         meeting = Meeting()
         stranger = Agreement(TimedStore(meeting._store, 5), member("A", "a0"), 0, 2, "guessed")
         meeting._store.set("trainstack/round", '{"nonce": "a0", "run": {"script": "train.py"}, "host": "h"}')
@@ -163,7 +161,7 @@ class TestOpening:
         return [Opening(TimedStore(store, 5).under("words"), rank, 2, seconds) for rank in range(2)]
 
     @pytest.mark.parametrize("culprit", [0, 1])
-    def test_a_rank_that_fails_is_heard_by_one_that_waits_in_torch(self, culprit: int) -> None:
+    def test_a_failure_reaches_a_rank_that_waits_in_torch(self, culprit: int) -> None:
         both, over = self.openings(), threading.Event()
         waiting = ThreadPoolExecutor(1).submit(lambda: both[1 - culprit].run(over.wait))
         both[culprit].fail(ts.ConfigurationError("device='cuda': torch finds no accelerator"))
@@ -177,7 +175,7 @@ class TestOpening:
         )
         assert "ConfigurationError: device='cuda'" in str(heard.value)
 
-    def test_ranks_wait_the_whole_time_for_a_rank_that_ends_without_a_report(self) -> None:
+    def test_a_rank_that_ends_without_report_is_awaited_until_timeout(self) -> None:
         over = threading.Event()
         try:
             with pytest.raises(
@@ -199,7 +197,7 @@ class TestOpening:
         finally:
             over.set()
 
-    def test_broken_connections_are_the_failure_of_the_rank_that_left_word(self) -> None:
+    def test_a_broken_connection_is_explained_by_a_reported_failure(self) -> None:
         both = self.openings()
         both[1].fail(OSError("no space left"))
 
@@ -233,28 +231,24 @@ class TestInterfaces:
         assert network.choose_interface(["h", "h"], True, "", {}) == "lo"
 
     @pytest.mark.parametrize("own", ["127.0.1.1", None, "10.78.0.1"])
-    def test_over_hosts_it_listens_at_the_way_to_the_store(
+    def test_over_hosts_gloo_uses_the_interface_of_the_store(
         self, own: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.INFO, logger="trainstack"):
             assert self.choose(monkeypatch, own, "10.77.0.1") == "eth0"
         assert f"listens on eth0 (10.77.0.1), not on {own}" in caplog.text
 
-    def test_a_right_name_is_left_to_gloo(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_correct_host_name_needs_no_interface(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.choose(monkeypatch, "10.77.0.1", "10.77.0.1") is None
 
-    def test_a_name_that_leads_to_the_loopback_device_is_refused_where_no_interface_is_found(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_loopback_name_is_refused_without_a_usable_interface(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             ts.ConfigurationError,
             match=r"resolves to 127.0.1.1.*Set GLOO_SOCKET_IFNAME .*lo 127.0.0.1, eth0 10.77.0.1, eth1 10.78.0.1",
         ):
             self.choose(monkeypatch, "127.0.1.1", "")
 
-    def test_a_variable_with_a_wrong_name_is_named_with_the_interfaces_there_are(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wrong_interface_variable_is_answered_with_existing_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"GLOO_SOCKET_IFNAME=eth0,eth9: .* no interface 'eth9'.*eth1"):
             self.choose(monkeypatch, "10.77.0.1", "10.77.0.1", GLOO_SOCKET_IFNAME="eth0,eth9")
         assert self.choose(monkeypatch, "127.0.1.1", "10.77.0.1", GLOO_SOCKET_IFNAME="eth1") is None

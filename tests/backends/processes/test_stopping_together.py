@@ -1,4 +1,4 @@
-"""Several processes stop together when any of them is asked, and the resumed run has the bits of the unbroken one."""
+"""All processes stop together when one gets a stop signal, and the resumed run has the bits of an unbroken one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(
 
 
 def run_ranks(folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """The same in forked ranks, which import nothing again. A rank that gets a signal is not used again."""
+    """The same in forked ranks, which import no module again. The pool replaces ranks that get a signal."""
     return run_world(2, stopping.left_behind, fresh="ranks" in options, directory=str(folder), **options)
 
 
@@ -94,15 +94,18 @@ CASES: dict[str, tuple[dict[str, Any], range]] = {
 }
 
 
-@pytest.mark.parametrize("who", CASES)
-def test_all_processes_stop_at_the_same_step_when_any_gets_the_signal(who: str, tmp_path: Path) -> None:
+LONG = ("only the first", "one shortly before the end of an epoch")
+
+
+@pytest.mark.parametrize("who", [pytest.param(who, marks=pytest.mark.long if who in LONG else ()) for who in CASES])
+def test_a_signal_to_any_process_stops_all_at_one_step(who: str, tmp_path: Path) -> None:
     options, expected = CASES[who]
     ranks = run_ranks(tmp_path, **options)
 
     assert stopped_together(tmp_path, ranks) in expected
     if options["at"] == "val2":
         assert ranks[1]["batches"] == 2
-        assert ranks[0]["batches"] < 31, "the other process hears of it before it is through"
+        assert ranks[0]["batches"] < 31, "the other process stops before the end of its validation"
     continues_exactly(tmp_path)
 
 
@@ -124,7 +127,7 @@ def test_torchrun_passes_sigterm_on_and_the_run_is_saved(tmp_path: Path) -> None
     continues_exactly(tmp_path)
 
 
-def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_path: Path) -> None:
+def test_ctrl_c_under_torchrun_saves_and_prints_short_tracebacks(tmp_path: Path) -> None:
     ranks, error = run(tmp_path, then=when_started(tmp_path, signal.SIGINT), pace=0.1)
 
     assert len({rank["step"] for rank in ranks}) == 1
@@ -135,7 +138,7 @@ def test_ctrl_c_under_torchrun_saves_and_says_so_without_long_tracebacks(tmp_pat
 
 
 @pytest.mark.long
-def test_with_max_restarts_a_group_of_which_one_is_stopped_is_restarted_and_continues(tmp_path: Path) -> None:
+def test_with_max_restarts_a_stopped_group_restarts_and_continues(tmp_path: Path) -> None:
     options = {"at": 5, "ranks": [1], "pace": 0.05}
     ranks, _ = run(tmp_path, "--max-restarts=1", "--monitor-interval=0.2", **options)
 

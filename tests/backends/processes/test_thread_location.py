@@ -1,4 +1,4 @@
-"""Where a thread is, as other processes are told."""
+"""The place of a thread in the code of the user, as reported to other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_thread_is_found_in_the_users_code() -> None:
 
     def waits_for_data() -> None:
         inside.set()
-        over.wait(20)  # of no use to the reader
+        over.wait(20)  # a comment, which the place omits
 
     thread = threading.Thread(target=waits_for_data)
     thread.start()
@@ -32,12 +32,12 @@ def test_a_thread_is_found_in_the_users_code() -> None:
     assert re.fullmatch(r"waits_for_data, at \S+test_thread_location\.py:\d+: over\.wait\(20\)", place)
 
 
-def test_a_thread_that_is_gone_is_nowhere() -> None:
+def test_an_ended_thread_has_no_place() -> None:
     assert watchdog.summarize_thread(12345) == ""
 
 
-def test_a_thread_that_runs_may_be_asked_at_any_moment() -> None:
-    """Walking its frames in Python, instead, crashed processes now and then."""
+def test_a_running_thread_can_be_summarized_at_any_moment() -> None:
+    """An earlier version walked the frames in Python, and sometimes crashed the process."""
     over, places = threading.Event(), set[str]()
 
     def descends(depth: int) -> int:

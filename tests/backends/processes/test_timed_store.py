@@ -48,7 +48,7 @@ def rank_one(port: int) -> ProcessInfo:
     )
 
 
-def test_a_store_that_stops_to_answer_is_named_when_the_clock_runs_out(behind_proxy: Any) -> None:
+def test_a_silent_store_is_named_when_the_timeout_expires(behind_proxy: Any) -> None:
     store, proxy = behind_proxy
     store.set("a", "1")
     assert store.get("a") == "1"
@@ -64,14 +64,14 @@ def test_a_store_that_stops_to_answer_is_named_when_the_clock_runs_out(behind_pr
     assert store.silent_s >= 0.4
 
     proxy.open.set()
-    assert store.get("a") == "1"  # an interruption does no harm
+    assert store.get("a") == "1"  # a timeout does not close the connection
     deadline = time.monotonic() + patience(5)
     while store.silent_s and time.monotonic() < deadline:
         time.sleep(0.01)
     assert store.silent_s == 0
 
 
-def test_waiting_for_a_key_ends_with_its_clock(behind_proxy: Any) -> None:
+def test_waiting_for_a_key_ends_at_its_timeout(behind_proxy: Any) -> None:
     with pytest.raises(TimeoutError, match=r"not there within 0\.1 s"):
         behind_proxy[0].wait_for(["never"], 0.1)
 
@@ -94,7 +94,7 @@ def test_a_signal_handler_runs_while_the_store_is_silent(behind_proxy: Any) -> N
     assert time.monotonic() - begin < patience(2)
 
 
-def test_exceptions_of_the_thread_and_of_a_look_are_raised_here() -> None:
+def test_exceptions_of_thread_and_look_reach_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         run_with_clock(lambda: 1 // 0, 5)
 
@@ -117,7 +117,7 @@ def test_a_port_without_an_answer_ends_the_rendezvous_in_time() -> None:
         assert time.monotonic() - begin < patience(1.1)
 
 
-def test_a_port_that_closes_each_connection_ends_the_rendezvous_in_time() -> None:
+def test_a_port_that_closes_connections_ends_the_rendezvous() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def close() -> None:

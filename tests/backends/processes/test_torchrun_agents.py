@@ -1,4 +1,4 @@
-"""Under torch's own launcher: several nodes, and a group that is started again."""
+"""Under torchrun: several nodes, and a group that is restarted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.long
-def test_two_nodes_with_two_processes_each_end_where_one_process_does() -> None:
+def test_two_nodes_of_two_processes_end_as_one_process() -> None:
     """Two agents on the loopback interface, which meet over c10d."""
     ranks = run_agents(2, 2, training.equality, directory="unused")
 
@@ -36,8 +36,8 @@ def test_a_restarted_group_continues_from_its_newest_checkpoint(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
-def test_when_a_node_dies_the_rest_continues_with_the_same_global_batches(backend: str, tmp_path: Path) -> None:
-    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other continues alone and ends where it should."""
+def test_the_rest_continues_exactly_when_a_node_dies(backend: str, tmp_path: Path) -> None:
+    """`--nnodes=1:2`: one of two nodes is killed with its agent; the other continues with the same global batches."""
     options = {"directory": str(tmp_path), "node_dies": True, "backend": backend}
     ranks = run_agents(
         2, 1, checkpoints.killed_once, "--max-restarts=3", "--monitor-interval=0.2", elastic=True, **options

@@ -1,4 +1,4 @@
-"""No rank waits for a rank that has failed for longer than its clock: a hundred ways, under three launchers.
+"""No rank waits for a failed rank longer than its timeout: dozens of ways to fail, under three launchers.
 
 `python tools/failure_times.py` prints the times.
 """
@@ -13,7 +13,7 @@ from tools.failure_times import cases, measure_case, name_of
 pytestmark = pytest.mark.distributed
 
 SPARE_S, SLOW_S = 7.0, 60.0  # the second for a busy machine
-LAUNCHER_S = 35.0  # torchrun waits 30 s for a process that does not hear SIGTERM
+LAUNCHER_S = 35.0  # torchrun waits 30 s for a process that ignores SIGTERM
 FAST = [("plain", "RuntimeError", "optimizers", 1)]
 
 

@@ -33,7 +33,7 @@ def flat(packed: Any) -> torch.Tensor:
 
 
 def sent(value: Any, **options: Any) -> Any:
-    """`value` as another rank gets it that has sent the same kind of value."""
+    """`value` after a transfer to a rank that has sent a value of the same kind."""
     message = encode(value, **options)
     return decode_packed(flat(message.packed()), message.classes, **options)
 
@@ -107,7 +107,7 @@ def test_a_float_comes_back_with_all_its_bits() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_tensor_of_any_dtype_comes_back_with_all_its_bits(large: bool) -> None:
+def test_tensors_of_all_dtypes_keep_their_bits(large: bool) -> None:
     kinds = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
     done = 0
     for dtype in sorted(kinds, key=str):
@@ -126,7 +126,7 @@ def test_a_tensor_of_any_dtype_comes_back_with_all_its_bits(large: bool) -> None
     assert done >= 20
 
 
-def test_tensors_in_unusual_states() -> None:
+def test_tensors_in_unusual_states_become_plain_tensors() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for tensor in (
         base.T, base[:, ::2], base[1, 2], base[:0], base.expand(2, 3, 4), base.clone().requires_grad_() * 2,
@@ -145,7 +145,7 @@ def test_tensors_in_unusual_states() -> None:
         assert torch.equal(sent(base * 2), base * 2)
 
 
-def test_a_message_shares_no_memory_and_has_a_large_tensor_once() -> None:
+def test_a_message_shares_no_memory_and_repeats_no_tensor() -> None:
     tensor = torch.zeros(300, 300)
     message = encode([tensor, tensor, tensor.detach(), tensor[1:]])
 
@@ -164,7 +164,7 @@ def test_a_message_shares_no_memory_and_has_a_large_tensor_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors() -> None:
+def test_sparse_tensors_keep_layout_and_values() -> None:
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     doubled = torch.sparse_coo_tensor(torch.tensor([[0, 0], [1, 1]]), torch.ones(2), (2, 2))
     blocks = dense.to_sparse_bsr((1, 1)), dense.to_sparse_bsc((1, 1))
@@ -176,7 +176,7 @@ def test_sparse_tensors() -> None:
     assert sent(dense.to_sparse().coalesce()).is_coalesced()
 
 
-def test_arrays() -> None:
+def test_arrays_keep_dtype_shape_and_values() -> None:
     base = np.arange(12.0).reshape(3, 4)
     frozen = base.copy()
     frozen.flags.writeable = False
@@ -228,7 +228,7 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_values_without_an_encoding_are_refused_with_their_place_and_type(what: str) -> None:
+def test_values_without_encoding_are_refused_with_place_and_type(what: str) -> None:
     value = REFUSED[what]
     with pytest.raises(ts.ModuleContractError) as raised:
         encode({"a": [1, Point(At("outputs['b']", [value]))]}, "the outputs")
@@ -338,7 +338,7 @@ def test_a_message_that_announces_more_than_it_has_allocates_nothing() -> None:
     assert peak < 2**20
 
 
-def test_no_file_but_those_that_say_so_uses_pickle_or_object_collectives() -> None:
+def test_only_listed_files_use_pickle_and_none_object_collectives() -> None:
     objects = re.compile(r"(all_gather|gather|scatter|send|recv)_object|_object_list\(")
     texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
 

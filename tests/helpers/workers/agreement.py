@@ -1,4 +1,4 @@
-"""Runs whose ranks are not given the same."""
+"""Runs whose ranks have different settings."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
     data = numbers(41)
     swapped = TensorDataset(*(tensor.flip(0) for tensor in data.tensors)) if other else data
     return {
-        # the twelve of the issue
+        # settings that must agree
         "seed": {"args": {"seed": 1 + other}},
         "learning rate": {"make": lambda m: sgd(m, lr=0.02 if other else 0.01)},
         "optimizer class": {"make": lambda m: adam(m, torch.optim.AdamW if other else torch.optim.Adam)},
@@ -226,7 +226,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         "epochs": {"args": {"epochs": 1 + other}},
         "batch": {"args": {"train_batch_size": 8 + 4 * other}},
         "one weight": {"make": lambda m: touched(m, other)},
-        # variants
+        # further settings that must agree
         "order of the data": {"data": swapped},
         "numpy dtype": {"data": Arrays(np.float32 if other else np.float64)},
         "class of the data": {"data": Reordered(*data.tensors) if other else data},
@@ -246,6 +246,7 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         "mode": {"edit": lambda m: m.net[2].train(not other)},
         "compile": {"args": {"compile": {"mode": "default"} if other else True}},
         "tf32": {"precision": "high" if other else "highest"},
+        "version": {"version": "0.0.1"} if other else {},
         "swapped optimizers": {"make": lambda m: two(m, other)},
         "swapped groups": {"make": lambda m: groups(m, other)},
         "tied": {"edit": lambda m: tie(m, other)},
@@ -298,7 +299,8 @@ def differs(directory: str, case: str, other: int = 1, save: bool = False) -> di
     torch.set_float32_matmul_precision(setup.get("precision", precision))
     saving = {"checkpointer_args": ts.DefaultCheckpointerArguments()} if save else {}
     logged = Logged()
-    with mock.patch.dict(os.environ, setup.get("environment", {})), logged:
+    version = mock.patch.object(ts, "__version__", setup.get("version", ts.__version__))
+    with mock.patch.dict(os.environ, setup.get("environment", {})), version, logged:
         try:
             args = {"backend": "ddp", "train_batch_size": 12, "epochs": 1, **saving, **setup.get("args", {})}
             trainer = ts.Trainer(module, arguments(directory, **args), callbacks=setup.get("callbacks"))
@@ -413,7 +415,7 @@ class Gan(Same):
 
 
 def gan(directory: str, save: bool) -> dict[str, Any]:
-    """S-6: with or without checkpoints."""
+    """Train `Gan`, with or without checkpoints; the error and the warnings."""
     saving = ts.DefaultCheckpointerArguments(checkpoint=save)
     args = arguments(directory, backend="ddp", checkpointer_args=saving, epochs=2)
     with Logged() as logged:

@@ -65,7 +65,7 @@ def together() -> Any:
 
 
 def all_reduces(accumulation: int) -> dict[str, int]:
-    """How many all-reduces and other collectives a run needs."""
+    """The numbers of all-reduces and other collectives of a run."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     reduced = 0

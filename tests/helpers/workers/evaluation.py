@@ -24,7 +24,7 @@ def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     class Rounds:
-        """Adds numbers one after the other, and takes in texts."""
+        """Adds numbers one after the other, and collects texts."""
 
         def update(self, preds: torch.Tensor, text: list[str]) -> None:
             for value in preds[:, 0].float():
@@ -56,7 +56,7 @@ def measured(directory: str, backend: str = "ddp") -> dict[str, Any]:
 
 
 def statistics(directory: str, shared: bool) -> dict[str, Any]:
-    """The running means that samples were evaluated with, in a run and in one whose first validation is broken off."""
+    """The running means that samples were evaluated with, in a run and in one whose first validation is interrupted."""
 
     class Normed(Classifier):
         def __init__(self, breaks: bool = False) -> None:
@@ -77,7 +77,7 @@ def statistics(directory: str, shared: bool) -> dict[str, Any]:
 
         predict_step = val_step
 
-    switch = "forward_sync_buffers"  # which torch once called otherwise
+    switch = "forward_sync_buffers"  # older versions of torch have broadcast_buffers instead
     if switch not in inspect.signature(DistributedDataParallel).parameters:
         switch = "broadcast_buffers"
     options = {} if shared else {switch: False}

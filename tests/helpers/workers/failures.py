@@ -144,7 +144,7 @@ def adopted_failure(how: str) -> Any:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    dist.barrier()  # the group is as it was; who failed has waited here for the others
+    dist.barrier()  # the group is intact; the failed rank has waited here for the other one
     trainer.close()
     module = Classifier(validate=True)
     again = ts.Trainer(module, arguments("unused", backend="ddp"))
@@ -154,7 +154,7 @@ def adopted_failure(how: str) -> Any:
 
 
 def late(how: str, seconds: float = 60.0) -> Any:
-    """Rank 1 does not come to a collective in time, one way or another. If it sleeps, rank 0 wakes it at the end."""
+    """Rank 1 does not reach a collective in time, for one of several reasons. If it sleeps, rank 0 wakes it."""
     woken = []
 
     @contextmanager
@@ -174,7 +174,7 @@ def late(how: str, seconds: float = 60.0) -> Any:
                 with until_woken():
                     time.sleep(seconds)
             if RANK == 1 and global_step == 3 and how == "killed":
-                time.sleep(1.5)  # within which it is looked after once
+                time.sleep(1.5)  # within this time the watchdog records the place of this rank
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().train_step(global_step, batch, device)
 

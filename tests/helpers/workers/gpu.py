@@ -29,7 +29,7 @@ class Predicts(Classifier):
 
 
 class Total:
-    """The sum of all that it is given."""
+    """The sum of all inputs."""
 
     def update(self, values: Tensor) -> None:
         self.total += float(values.double().cpu().sum())

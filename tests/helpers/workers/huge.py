@@ -1,4 +1,4 @@
-"""Trainings over data sets that no memory holds an order of."""
+"""Trainings over data sets whose order does not fit into memory."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def fails_in_open(culprit: int, how: str) -> Any:
 
 
 def proxy_of_store() -> Proxy:
-    """Go to the store, which rank 0 hosts, through a proxy from now on."""
+    """Connect to the store, which rank 0 hosts, through a proxy from now on."""
     while True:
         try:
             proxy = Proxy(int(os.environ["MASTER_PORT"]))
@@ -78,7 +78,7 @@ def proxy_of_store() -> Proxy:
 
 
 def cut_off(how: str, timeout_s: float, sleep_s: float = 60.0) -> Any:
-    """The network between rank 1 and the store is cut in the third step: nothing comes, and connections stay open."""
+    """The network between rank 1 and the store is cut in the third step: connections stay open without data."""
     proxy = proxy_of_store() if RANK == 1 else None
     since = [0.0]
 

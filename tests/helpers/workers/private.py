@@ -89,8 +89,10 @@ def closed_on_a_full_disk(directory: str) -> dict[str, Any]:
 
 def audited(**changes: Any) -> dict[str, Any]:
     """A privacy audit by all processes, of two small runs of each probe."""
+    from tools.attacks.runs import unprobed
     from trainstack.auditing import audit
 
     private = ts.DifferentialPrivacyArguments(delta=1e-6, noise_multiplier=2.0, **changes)
-    report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)
+    with unprobed():
+        report = audit(private, "ddp-dp", train_batch_size=50, dataset_size=200, epochs=1)
     return {"report": report.to_dict(), "text": report.text}

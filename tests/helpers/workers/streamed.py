@@ -237,7 +237,7 @@ def killed(directory: str, backend: str, rank: int, when: str) -> dict[str, Any]
 
 
 def finished(directory: str, backend: str, max_steps: int) -> dict[str, Any]:
-    """Train on, to `max_steps`."""
+    """Continue the training to `max_steps`."""
     trainer = trainer_of(directory, backend, max_steps)
     began = trainer.state.global_step if trainer.plan else 0
     trainer.train()

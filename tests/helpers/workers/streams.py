@@ -132,7 +132,7 @@ _DATA = TensorDataset(torch.arange(24.0)[:, None])
 
 
 class _Drawing:
-    """No DataLoader; draws when its iterator is made."""
+    """Not a DataLoader; draws when its iterator is created."""
 
     def __iter__(self) -> Iterator[Any]:
         order = np.random.permutation(24)
@@ -187,7 +187,7 @@ def parts(
     length: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A run over a stream that each rank reads its part of, between two of `ends`."""
+    """A run over a stream of which each rank reads the part between two of `ends`."""
 
     class Weighed(Seen):
         def batch_weight(self, batch: Any) -> float:

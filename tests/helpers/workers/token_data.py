@@ -127,7 +127,7 @@ def run(make: Any, backend: str = "sp", stop_at: int | None = None, schedule: An
 
 
 def grouped(backend: str = "sp", window: int | None = 24, workers: int = 0, **changes: Any) -> Any:
-    """Batches of like lengths."""
+    """Batches of similar lengths."""
 
     def make(sampler: Any, batch_size: int) -> Any:
         order = sampler(Sequences()) if window == 0 else ts.LengthGroupedSampler(LENGTHS, window=window)

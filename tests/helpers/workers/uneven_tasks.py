@@ -113,7 +113,7 @@ class Experts(Task):
 
 
 class CountsHalf(Experts):
-    """Samples of the second expert count nothing, so that no step moves it."""
+    """Samples of the second expert have weight 0, so no step moves it."""
 
     def batch_weight(self, batch: Any) -> float:
         return float((batch[0][:, 0] > 0).sum())
@@ -209,7 +209,7 @@ class Sparse(Task):
 
 
 class Contrastive(Task):
-    """Each sample is told from all others of the global batch."""
+    """Each sample is distinguished from all others of the global batch."""
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
         own = functional.normalize(torch.tanh(self.first(batch[0])))

@@ -1,4 +1,4 @@
-"""Rank 0 needs long for its files, or dies while it writes them."""
+"""Rank 0 writes its files slowly, or dies while it writes them."""
 
 from __future__ import annotations
 

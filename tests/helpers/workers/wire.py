@@ -156,7 +156,7 @@ def hostile(path: str) -> str:
 
 
 def objects(allow_pickle: bool, samples: int = 3) -> Any:
-    """Outputs and metric inputs that are objects of the user's; there are ranks without any."""
+    """Outputs and metric inputs that are objects of the user's; some ranks have none."""
 
     class Days:
         """Counts days."""

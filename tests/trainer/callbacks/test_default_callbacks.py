@@ -14,13 +14,13 @@ from tests.helpers.modules import Classifier, arguments, train
 
 class TestDefaultCallbacks:
     @pytest.mark.spec("PA-02")
-    def test_they_are_added_or_there_are_none(self, tmp_path: Path) -> None:
+    def test_they_are_added_on_request_only(self, tmp_path: Path) -> None:
         names = ["throughput/samples_per_s", "memory/host_peak", "train/loss_ema"]
         for wanted in (False, True):
             trainer = train(Classifier(), tmp_path, default_callbacks=wanted, log_every=2)
             assert [name in trainer.history.get_metric_names() for name in names] == [wanted] * 3
 
-    def test_one_of_the_same_class_takes_the_place_of_the_default(self, tmp_path: Path) -> None:
+    def test_a_callback_of_the_same_class_replaces_the_default(self, tmp_path: Path) -> None:
         mine = ts.callbacks.MovingAverage("train/loss", decay=0.5)
         trainer = ts.Trainer(Classifier(), arguments(tmp_path, default_callbacks=True), callbacks=[mine])
         assert [c for c in trainer.events.callbacks.values() if isinstance(c, ts.callbacks.MovingAverage)] == [mine]
@@ -41,7 +41,7 @@ class TestMovingAverage:
             assert [a.value for a in averages] == pytest.approx(expected)
             assert [a.step for a in averages] == [r.step for r in trainer.history.records(name)]
 
-    def test_inf_and_nan_do_not_count(self, tmp_path: Path) -> None:
+    def test_inf_and_nan_are_ignored(self, tmp_path: Path) -> None:
         values = [math.inf, 1.0, math.nan, 2.0, -math.inf]
 
         class Unstable(Classifier):

@@ -1,4 +1,4 @@
-"""`EMA` over parameters of any kind, over interruptions, and the weights of the module after training."""
+"""`EMA`: parameters of any kind, interruptions, and the weights of the module after training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ SAVING = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
 @pytest.mark.parametrize("use_at_end", [False, True])
 @pytest.mark.parametrize("end", ["finished", "exception", "signal"])
-def test_the_module_ends_with_the_trained_weights_unless_the_averages_are_asked_for_and_the_run_is_through(
-    use_at_end: bool, end: str, tmp_path: Path
-) -> None:
+def test_averages_replace_the_weights_of_finished_runs_only(use_at_end: bool, end: str, tmp_path: Path) -> None:
     class Ends(Classifier):
         trained: Tensor
 
@@ -47,7 +45,7 @@ def test_the_module_ends_with_the_trained_weights_unless_the_averages_are_asked_
     assert torch.equal(weights(module), expected)
 
 
-def test_a_skipped_step_right_after_a_resume_does_not_move_the_average(tmp_path: Path) -> None:
+def test_a_skipped_step_after_a_resume_keeps_the_average(tmp_path: Path) -> None:
     class Overflows(Classifier):
         bad = 0
 
@@ -66,7 +64,7 @@ def test_a_skipped_step_right_after_a_resume_does_not_move_the_average(tmp_path:
 
 
 class Grows(Classifier):
-    """Complex weights, and a layer that comes with the second epoch."""
+    """Has complex weights, and another parameter from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__(numbers(16), validate=True)
@@ -92,7 +90,7 @@ class Grows(Classifier):
                 self.seen.setdefault(name, []).append(getattr(self, name).detach().clone())
 
 
-def test_complex_parameters_and_those_that_come_later_are_averaged(tmp_path: Path) -> None:
+def test_complex_and_later_parameters_are_averaged(tmp_path: Path) -> None:
     module, ema = Grows(), cb.EMA(0.5, warmup=False)
     ts.Trainer(module, arguments(tmp_path, epochs=3), callbacks=[ema]).train()
 
@@ -104,7 +102,7 @@ def test_complex_parameters_and_those_that_come_later_are_averaged(tmp_path: Pat
         assert not torch.equal(getattr(module, name), module.seen[name][-1])
 
 
-def test_the_average_of_a_parameter_that_came_later_waits_for_it_on_resume(tmp_path: Path) -> None:
+def test_averages_of_later_parameters_are_restored(tmp_path: Path) -> None:
     first, again = cb.EMA(0.5), cb.EMA(0.5)
     ts.Trainer(Grows(), arguments(tmp_path, epochs=2), callbacks=[first]).train()
     module = Grows()

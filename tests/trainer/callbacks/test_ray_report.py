@@ -31,7 +31,7 @@ class Ray:
         self.newest: Any = None
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None = None) -> None:
-        """As Ray does, read the folder before it returns."""
+        """Read the folder before the return, as Ray does."""
         self.reports.append((metrics, checkpoint))
         self.weights.append(None if checkpoint is None else ts.read_model(checkpoint))
 
@@ -73,10 +73,8 @@ def test_metrics_and_weights_are_reported(checkpoint: bool, ray: Ray, tmp_path: 
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_each_checkpoint_of_the_run_is_reported_with_the_metrics_of_its_step(
-    async_save: bool, ray: Ray, tmp_path: Path
-) -> None:
-    """K-8: metrics of step 96 were reported with checkpoint 90, or the last epoch was not reported at all."""
+def test_each_checkpoint_is_reported_with_metrics_of_its_step(async_save: bool, ray: Ray, tmp_path: Path) -> None:
+    """Once, metrics of step 96 were reported with checkpoint 90, or the last epoch was not reported."""
     saving = ts.DefaultCheckpointerArguments(every_n_steps=3, async_save=async_save)
     trainer = make(tmp_path, [ts.callbacks.RayReport(checkpoint="run")], checkpointer_args=saving)
     trainer.train()
@@ -105,9 +103,7 @@ def test_a_failed_training_reports_no_further_checkpoint(ray: Ray, tmp_path: Pat
     assert [metrics["global_step"] for metrics, _ in ray.reports] == [4]
 
 
-def test_a_start_without_the_folder_of_the_run_resumes_from_the_checkpoint_that_ray_has(
-    ray: Ray, tmp_path: Path
-) -> None:
+def test_a_start_elsewhere_resumes_from_a_checkpoint_of_ray(ray: Ray, tmp_path: Path) -> None:
     assert ts.callbacks.RayReport.resume() == "auto"
     whole = make(tmp_path / "whole", [])
     whole.train()
@@ -123,7 +119,7 @@ def test_a_start_without_the_folder_of_the_run_resumes_from_the_checkpoint_that_
     assert all(map(torch.equal, second.module.parameters(), whole.module.parameters()))
 
 
-def test_a_checkpoint_in_a_bucket_is_downloaded_to_the_same_folder_by_all_workers(ray: Ray) -> None:
+def test_all_workers_download_a_checkpoint_to_one_folder(ray: Ray) -> None:
     bucket = types.SimpleNamespace(type_name="s3")
 
     def resume(path: str) -> Path:

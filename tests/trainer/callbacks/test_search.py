@@ -50,7 +50,7 @@ def make(folder: Path, callbacks: Any, lr: float = 0.01, **options: Any) -> ts.T
 
 
 @pytest.mark.usefixtures("_optuna")
-def test_a_pruned_training_ends_in_good_order_and_raises(tmp_path: Path) -> None:
+def test_a_pruned_training_saves_and_raises(tmp_path: Path) -> None:
     trial = Trial()
     trainer = make(tmp_path, [ts.callbacks.OptunaPruning(trial)])
     with pytest.raises(Pruned, match="at epoch 1"):
@@ -59,11 +59,11 @@ def test_a_pruned_training_ends_in_good_order_and_raises(tmp_path: Path) -> None
     assert trial.reports[-1][1] == trainer.history.get_latest_metric("val/loss")
     assert trainer.global_steps_finished == 8
     assert ts.list_checkpoints(tmp_path / "checkpoints"), "the last checkpoint is missing"
-    trainer.train()  # it is through, and raises nothing more
+    trainer.train()  # the run has ended: no error
 
 
 @pytest.mark.usefixtures("_optuna")
-def test_mistakes_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="create_study"):
         make(tmp_path / "1", [ts.callbacks.OptunaPruning(Trial("MAXIMIZE"))]).train()
     with pytest.raises(ConfigurationError, match="Pass the trial there"):
@@ -72,7 +72,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         ts.callbacks.OptunaPruning(Trial(), step="step")
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_an_error_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("optuna", "ray", "ray.train"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ts.errors.MissingExtraError, match=r"trainstack\[optuna\]"):
@@ -99,7 +99,7 @@ def test_a_real_study_prunes(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_the_main_process_prunes_all_processes(tmp_path: Path) -> None:
+def test_the_main_rank_prunes_all_ranks(tmp_path: Path) -> None:
     """A study over two processes and 17 samples: the second trial is pruned after its second epoch."""
     pytest.importorskip("optuna")
     main, other = run_world(2, pruned, directory=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Thresholds of early stopping, an average that begins late, and subscriptions that are taken back."""
+"""Thresholds of early stopping, an average that begins late, and the removal of subscriptions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measures(Classifier):
         ((100.0, 95.0, 80.0, 79.0), {"min_delta": 0.1, "min_delta_mode": "rel", "patience": 1}, 2, "not improved"),
     ],
 )
-def test_early_stopping_by_thresholds_and_relative_differences(
+def test_early_stopping_uses_thresholds_and_relative_differences(
     values: Any, options: Any, epochs: int, reason: str, tmp_path: Path
 ) -> None:
     stopping = ts.callbacks.EarlyStopping("val/x", **{"mode": "min", **options})
@@ -43,12 +43,12 @@ def test_early_stopping_by_thresholds_and_relative_differences(
     assert reason in str(trainer.stop_reason)
 
 
-def test_a_relative_difference_has_a_known_mode() -> None:
+def test_an_unknown_mode_of_min_delta_is_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match="write 'abs' or 'rel'"):
         ts.callbacks.EarlyStopping(min_delta_mode="percent")  # type: ignore[arg-type]
 
 
-def test_an_average_begins_late_and_takes_every_third_step(tmp_path: Path) -> None:
+def test_ema_uses_start_step_and_every(tmp_path: Path) -> None:
     ema = ts.callbacks.EMA(0.5, warmup=False, start_step=2, every=3, use_at_end=False)
     weights: list[torch.Tensor] = []
     module = Classifier()
@@ -68,7 +68,7 @@ def test_an_average_begins_late_and_takes_every_third_step(tmp_path: Path) -> No
         ts.callbacks.EMA(every=0)
 
 
-def test_a_subscription_is_taken_back(tmp_path: Path) -> None:
+def test_a_subscription_can_be_removed(tmp_path: Path) -> None:
     seen: list[int] = []
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=2))
     note = trainer.on(ts.Event.EPOCH_END)(lambda trainer, epoch: seen.append(epoch))

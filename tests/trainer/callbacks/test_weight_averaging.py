@@ -19,7 +19,7 @@ from trainstack import callbacks as cb
 
 
 def plain(epochs: int) -> tuple[dict[str, Any], list[float]]:
-    """The state of an averaged model and the learning rates, as the documentation of torch writes the loop."""
+    """The state of an averaged model and the learning rates, from the loop in the documentation of torch."""
     module = Normalized()
     ts.Trainer(module, arguments("unused", epochs=epochs, train_batch_size=4)).train()
     rows, rates = iter(module.order), list[float]()  # the order of the run
@@ -42,7 +42,7 @@ def plain(epochs: int) -> tuple[dict[str, Any], list[float]]:
     return averages.module.state_dict(), rates
 
 
-def test_the_mean_of_epochs_has_the_bits_of_torch(tmp_path: Path) -> None:
+def test_the_mean_of_epochs_equals_swa_utils(tmp_path: Path) -> None:
     found = averaged(str(tmp_path), epochs=4)
     expected, rates = plain(4)
     assert found["rates"] == rates

@@ -50,13 +50,13 @@ def test_tensors_that_cannot_hold_inf_are_finite() -> None:
     assert finite(*whole, torch.ones(0), torch.tensor(3)) == [True] * 6
 
 
-def test_large_complex_numbers_are_finite_though_their_absolute_value_overflows() -> None:
+def test_complex_numbers_with_overflowing_absolute_values_are_finite() -> None:
     large = torch.full((3,), complex(3e38, 3e38), dtype=torch.complex64)
     assert finite(large, large.conj(), large * NAN) == [True, True, False]
 
 
 @pytest.mark.filterwarnings("ignore")  # sparse CSR and nested tensors are in beta
-def test_sparse_and_nested_tensors() -> None:
+def test_values_of_sparse_and_nested_tensors_are_checked() -> None:
     at = torch.tensor([[0, 0]])
     nested = [[torch.ones(2), torch.tensor([value])] for value in (1.0, NAN)]
     assert finite(
@@ -84,8 +84,8 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_nothing_of_the_size_of_a_weight_is_made_and_all_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float8 weight is converted piece by piece; others are not converted at all."""
+def test_checks_allocate_little_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float8 weight is converted in pieces; others are not converted."""
     monkeypatch.setattr(tensors, "_MOST_AT_ONCE", 1 << 12)
     weights = [torch.ones(1 << 18), torch.ones(1 << 19, dtype=torch.bfloat16), torch.ones(1 << 16, 4).t()]
     weights += [torch.ones(1 << 10, 1 << 10).to(torch.float8_e4m3fn).t(), torch.ones(1 << 17, dtype=torch.complex64)]
@@ -107,7 +107,7 @@ class WithTable(Classifier):
         return super().train_step(global_step, batch, device) + self.table[:8].sum()
 
 
-def test_taking_a_checkpoint_makes_nothing_large(tmp_path: Path) -> None:
+def test_a_checkpoint_allocates_nothing_large(tmp_path: Path) -> None:
     trainer = ts.Trainer(module := WithTable(), arguments(tmp_path, clip_grads=False))
     trainer.train()
     (optimizer,) = trainer.optimizers

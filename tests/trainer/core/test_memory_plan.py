@@ -1,4 +1,4 @@
-"""The planned bytes of a process are those that it holds, and planning touches nothing."""
+"""The planned bytes of a process equal those that it holds, and planning changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_each_rank_of_ddp_holds_all() -> None:
         assert held == planned
 
 
-def test_the_optimizer_and_its_hooks_are_left_alone() -> None:
+def test_planning_changes_neither_optimizer_nor_hooks() -> None:
     module = make()
     optimizer = torch.optim.AdamW(module.parameters())
     calls: list[object] = []
@@ -64,7 +64,7 @@ def test_the_optimizer_and_its_hooks_are_left_alone() -> None:
 
     assert not calls
     assert not optimizer.state
-    assert not getattr(optimizer, "_opt_called", False)  # by which the schedule knows whether a step was made
+    assert not getattr(optimizer, "_opt_called", False)  # which the schedule reads to find out whether a step was made
     assert all(map(torch.equal, before, module.parameters()))
 
 
@@ -103,7 +103,7 @@ def test_two_units_the_rest_and_gradients_are_gathered() -> None:
     assert plan_memory(module, units=units).gathered == 0
 
 
-def test_activations_are_the_tensors_that_a_pass_keeps_without_the_parameters() -> None:
+def test_activations_are_tensors_kept_by_a_pass_except_parameters() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
         batch = torch.empty(4, 5)

@@ -34,7 +34,7 @@ def make(per_process: int, world_size: int, **rest: object) -> ts.TrainingPlan:
 
 @given(sizes)
 @pytest.mark.spec("PMT-18", "PMT-19", "F106")
-def test_a_step_has_as_few_micro_batches_as_the_limit_allows(size: dict[str, object]) -> None:
+def test_a_step_has_the_fewest_micro_batches_within_the_limit(size: dict[str, object]) -> None:
     plan = make(**size)  # type: ignore[arg-type]
     limit = size["gpu_batch_size_limit"]
     assert isinstance(limit, int)
@@ -43,7 +43,7 @@ def test_a_step_has_as_few_micro_batches_as_the_limit_allows(size: dict[str, obj
     assert max(sizes) == plan.micro_batch <= limit
     assert len(sizes) == plan.accumulation == math.ceil(plan.process_batch / limit)
     assert sizes[-1] == plan.last_micro_batch > 0
-    assert plan.accumulation == 1 or plan.micro_batch > limit / 2, "no step is cut into crumbs"
+    assert plan.accumulation == 1 or plan.micro_batch > limit / 2, "no step is cut into tiny parts"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_plan_agrees_with_the_order(size: dict[str, object]) -> None:
     )
 )
 @pytest.mark.spec("PMT-05", "FN-24")
-def test_the_plan_agrees_with_a_loader_that_has_its_own_order(size: dict[str, int]) -> None:
+def test_the_plan_agrees_with_a_loader_of_custom_order(size: dict[str, int]) -> None:
     plan = make(**size)
     batches = range(size["loader_length"])
     steps = []
@@ -125,7 +125,7 @@ def test_the_estimate_is_an_upper_bound_on_the_exact_number(size: dict[str, obje
 
 
 @pytest.mark.spec("PMT-20", "T6")
-def test_the_documented_estimate() -> None:
+def test_the_estimate_has_its_documented_value() -> None:
     plan = ts.TrainingPlan.make(train_batch_size=4, gpu_batch_size_limit=1, world_size=2, loader_length=100)
 
     assert (plan.micro_batch, plan.accumulation) == (1, 2)
@@ -140,7 +140,7 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
 
 @pytest.mark.spec("PMT-18", "T2", "T3")
 @pytest.mark.parametrize(("limit", "micro", "accumulation"), [(1000, 6, 1), (3, 3, 2), (4, 3, 2), (1, 1, 6)])
-def test_properties_of_the_trainer(limit: int, micro: int, accumulation: int, tmp_path: object) -> None:
+def test_the_trainer_has_the_sizes_of_the_plan(limit: int, micro: int, accumulation: int, tmp_path: object) -> None:
     trainer = ts.Trainer(
         Classifier(), arguments(tmp_path, train_batch_size=6, gpu_batch_size_limit=limit, val_batch_size=8)
     )
@@ -178,7 +178,7 @@ def sizes_of(trainer: ts.Trainer, module: Hungry) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.spec("PMT-18", "PMT-19")
 @pytest.mark.parametrize("limited", [False, True])
-def test_every_place_gives_the_same_sizes_after_fitting_and_after_a_longer_run(limited: bool, tmp_path: object) -> None:
+def test_all_attributes_give_the_same_sizes_after_fitting(limited: bool, tmp_path: object) -> None:
     callbacks = [LimitBatches(train=2)] if limited else []
     args = arguments(tmp_path, train_batch_size=16, fit_micro_batch=True, val_batch_size=None)
     module = Hungry()
@@ -194,7 +194,7 @@ def test_every_place_gives_the_same_sizes_after_fitting_and_after_a_longer_run(l
     assert trainer.state.batches == (2 * 2 * 8 if limited else 2 * (8 + 8 + 5))
 
 
-def test_a_plan_in_other_micro_batches_is_the_one_that_is_made_so() -> None:
+def test_with_micro_batch_equals_a_plan_with_that_limit() -> None:
     made = [
         ts.TrainingPlan.make(
             train_batch_size=12, gpu_batch_size_limit=limit, world_size=2, epochs=3, dataset_length=41, max_steps=5
@@ -205,7 +205,7 @@ def test_a_plan_in_other_micro_batches_is_the_one_that_is_made_so() -> None:
 
 
 @pytest.mark.spec("PMT-21", "F103")
-def test_a_cap_counts_global_steps_and_no_further_batch_is_fetched(tmp_path: object) -> None:
+def test_a_cap_in_global_steps_fetches_no_further_batch(tmp_path: object) -> None:
     module = Classifier(Counting(), num_workers=0)
     trainer = ts.Trainer(
         module, arguments(tmp_path, train_batch_size=8, gpu_batch_size_limit=4, max_train_steps_per_epoch=2, epochs=3)

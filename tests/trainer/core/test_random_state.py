@@ -31,7 +31,7 @@ class Device:
 
 
 class Rank(Communicator):
-    """Says that there are two ranks, of which rank 0 has broadcast the first of `sent`."""
+    """One of two ranks; rank 0 has broadcast the first of `sent`."""
 
     size = 2
 
@@ -80,8 +80,8 @@ def test_ranks_derive_their_generators_from_those_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_each_generator_of_another_rank_depends_on_the_same_one_of_rank_0_alone(which: int) -> None:
-    """So who seeds torch alone gets the same numbers of torch."""
+def test_each_generator_depends_on_the_same_one_of_rank_0(which: int) -> None:
+    """A user who seeds torch alone gets the same numbers of torch."""
     draw = (lambda: torch.rand(()), np.random.randn, random.random)[which]
     numbers = []
     for times in (0, 1, 1):
@@ -97,7 +97,7 @@ def test_each_generator_of_another_rank_depends_on_the_same_one_of_rank_0_alone(
     assert [one != other for one, other in zip(numbers[0], numbers[1], strict=True)] == [i == which for i in range(3)]
 
 
-def test_a_loader_draws_from_separate_generators_and_leaves_those_of_the_process() -> None:
+def test_a_loader_draws_from_separate_generators_only() -> None:
     def numbers() -> Any:
         yield from ([*draws(), *draws()] for _ in range(3))
 
@@ -119,7 +119,7 @@ def test_a_loader_draws_from_separate_generators_and_leaves_those_of_the_process
     assert rest == read(0) == read(5) != [next(iter(IsolatedIterator(LoaderGenerators(0, 5), numbers)))]
 
 
-def test_generators_are_swapped_for_the_first_item_alone_where_no_other_draws() -> None:
+def test_generators_are_swapped_for_the_first_item_only() -> None:
     swaps = mock.MagicMock(spec=LoaderGenerators(0, 0))
 
     assert list(IsolatedIterator(swaps, lambda: iter(range(5)), first_alone=True)) == [*range(5)]
@@ -128,7 +128,7 @@ def test_generators_are_swapped_for_the_first_item_alone_where_no_other_draws() 
     assert swaps.__enter__.call_count == 2 + 1 + 6, "and once for the end"
 
 
-def test_generators_of_a_loader_are_put_back_where_it_fails() -> None:
+def test_a_failing_loader_restores_the_generators_of_the_process() -> None:
     def fails() -> Any:
         draws()
         yield 1

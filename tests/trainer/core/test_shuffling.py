@@ -22,7 +22,7 @@ HUGE = [LARGEST_IN_MEMORY + 1, 10**9, 10**12, 2**62]
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small data sets have the order of large ones."""
+    """Give small data sets the order of large ones."""
     monkeypatch.setattr(order_module, "LARGEST_IN_MEMORY", 0)
 
 
@@ -33,7 +33,7 @@ def whole(length: int, seed: int = 0, epoch: int = 0) -> Tensor:
 
 
 def many(length: int, count: int) -> Any:
-    """Permutations of as many seeds, int64 of shape `(count, length)`."""
+    """Permutations of `count` seeds, int64 of shape `(count, length)`."""
     return np.stack([whole(length, seed).numpy() for seed in range(count)])
 
 
@@ -55,7 +55,7 @@ def test_each_index_has_one_position(length: int) -> None:
     [(10**9, [529431629, 345324548, 471913093]), (10**12, [479740059643, 25447949292, 974015752310])],
 )
 def test_the_order_of_version_1_is_pinned(length: int, pinned: list[int]) -> None:
-    """If this fails, `ORDER_VERSION` has to grow, and `DataOrder.indices` to keep this order for version 1."""
+    """If this fails, increase `ORDER_VERSION`, and keep this order for version 1 in `DataOrder.indices`."""
     order = DataOrder(length=length, global_batch=4, micro_batch=4, seed=3).indices(2)
     assert ORDER_VERSION == 1
     assert [order[at] for at in (0, 1, length - 1)] == pinned
@@ -70,22 +70,22 @@ def test_each_position_has_each_index_equally_often(length: int, seeds: int) -> 
 
 
 def neighbours(found: Any) -> float:
-    """How uneven the differences of neighbouring positions are."""
+    """The unevenness of the differences of neighbouring positions, as of `excess`."""
     length = found.shape[1]
     differences = (found[:, 1:] - found[:, :-1]) % length
     return excess(np.bincount(differences.ravel(), minlength=length)[1:], freedom=length - 2)
 
 
 @pytest.mark.usefixtures("few")
-def test_neighbours_have_nothing_to_do_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_positions_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(neighbours(many(257, 3000))) < 4
     assert abs(neighbours(many(1025, 1000))) < 4
     monkeypatch.setattr(order_module, "ROUNDS", 4)
-    assert neighbours(many(257, 3000)) > 20, "the test notices two rounds less"
+    assert neighbours(many(257, 3000)) > 20, "the statistic detects a permutation with fewer rounds"
 
 
 @pytest.mark.usefixtures("few")
-def test_epochs_and_seeds_have_nothing_to_do_with_each_other() -> None:
+def test_orders_of_epochs_and_seeds_are_independent() -> None:
     length, seeds = 1000, 400
     epochs = np.stack([[whole(length, seed, epoch).numpy() for epoch in (0, 1)] for seed in range(seeds)])
     for one, other in ((epochs[:, 0], epochs[:, 1]), (epochs[:-1, 0], epochs[1:, 0])):
@@ -93,7 +93,7 @@ def test_epochs_and_seeds_have_nothing_to_do_with_each_other() -> None:
         correlations = [np.corrcoef(a, b)[0, 1] for a, b in zip(one, other, strict=True)]
         assert abs(np.mean(correlations)) < 5 / math.sqrt(length * pairs)
         assert abs(np.std(correlations) * math.sqrt(length) - 1) < 5 / math.sqrt(2 * pairs)
-        # As of independent permutations: about one index has the same place in both.
+        # In independent permutations about one index has the same position in both.
         assert abs((one == other).sum() / pairs - 1) < 5 / math.sqrt(pairs)
 
 
@@ -110,7 +110,7 @@ def test_samples_of_a_large_order_are_uniform_and_different(length: int) -> None
 
 
 @pytest.mark.parametrize("length", HUGE)
-def test_one_position_and_parts_of_any_size_give_the_same_indices(length: int) -> None:
+def test_single_positions_and_parts_give_the_same_indices(length: int) -> None:
     order = DataOrder(length=length, global_batch=1, micro_batch=1).indices(5)
     assert isinstance(order, KeyedPermutation)
     begin = length - 3 * BLOCK
@@ -135,7 +135,7 @@ def flat(share: RankSlice) -> list[list[int]]:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 11])
-def test_ranks_share_the_order_as_they_share_one_in_memory(
+def test_large_orders_are_shared_like_those_in_memory(
     size: int, drop_last: bool, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uneven windows, ranks without samples and borrowed micro-batches included, from any position on."""
@@ -182,7 +182,7 @@ def test_a_cursor_finds_any_position_of_a_large_order(length: int) -> None:
     assert flat(last) == flat(next(following))
 
 
-def test_a_run_of_before_the_versions_keeps_its_order() -> None:
+def test_a_run_without_an_order_version_keeps_its_order() -> None:
     state, length = RunState(), LARGEST_IN_MEMORY + 1
     assert state.order_version == ORDER_VERSION
     old = RunState(seed=3).get_state()

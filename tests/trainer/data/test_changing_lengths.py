@@ -1,4 +1,4 @@
-"""Data of another length in each epoch, and streams that state a length."""
+"""Data whose length changes by epoch, and streams that state a length."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_other_samples_than_stated_are_reported_once(
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, 1), ({"max_steps": 3}, 0), ({"max_train_steps_per_epoch": 2}, 0)])
-def test_a_stream_without_an_end_asks_for_one(
+def test_a_stream_without_a_limit_causes_a_warning(
     end: dict[str, int], said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -96,7 +96,7 @@ def test_a_stream_without_an_end_asks_for_one(
 
 
 class Lists:
-    """Tokens of another data set, as a packed one takes them."""
+    """Tokens of another data set, in the form that a packed one needs."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
@@ -121,7 +121,7 @@ class Lists:
 
 
 class Curriculum(Sequences):
-    """4 samples in the first epoch, 8 in the next, 12 in the third; which tokens they have depends on the epoch."""
+    """4 samples in the first epoch, 8 in the next, 12 in the third; their tokens depend on the epoch."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -193,7 +193,7 @@ def test_rows_and_concatenations_of_another_length_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("stop_at", [2, 6])
-def test_samples_that_depend_on_the_epoch_raise_no_alarm(
+def test_samples_that_depend_on_the_epoch_cause_no_warning(
     stop_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: Any = {"directory": str(tmp_path), "every_step": 1, "train_batch_size": 2, "combine_loaders": "min"}

@@ -31,7 +31,7 @@ def loaders(first: int, second: int, times: int = 1) -> Any:
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("min", 4), ("max", 6), ("cycle", 6)])
-def test_the_mode_says_which_loader_ends_an_epoch(mode: str, steps: int, tmp_path: Path) -> None:
+def test_the_mode_determines_the_loader_that_ends_an_epoch(mode: str, steps: int, tmp_path: Path) -> None:
     result = several(directory=str(tmp_path), combine_loaders=mode, epochs=1)
     parts = [names(step) for step in result["seen"]]
     ones, twos = ([index for part in parts for index in part[name]] for name in ("one", "two"))
@@ -49,7 +49,7 @@ def test_the_mode_says_which_loader_ends_an_epoch(mode: str, steps: int, tmp_pat
         assert set(twos) == set(range(100, 127))
 
 
-def test_the_first_loader_keeps_the_order_that_it_has_alone(tmp_path: Path) -> None:
+def test_the_first_loader_keeps_its_separate_order(tmp_path: Path) -> None:
     def alone(sampler: Any, size: int) -> Any:
         return DataLoader(Sequences(), size, sampler=sampler(Sequences()), collate_fn=pad)
 
@@ -61,7 +61,7 @@ def test_the_first_loader_keeps_the_order_that_it_has_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["min", "max", "cycle"])
 @pytest.mark.parametrize("limit", [1, 3])
-def test_micro_batches_see_the_same_global_batches(mode: str, limit: int, tmp_path: Path) -> None:
+def test_global_batches_do_not_depend_on_micro_batches(mode: str, limit: int, tmp_path: Path) -> None:
     options = {"directory": str(tmp_path), "combine_loaders": mode, "grouped": mode == "cycle"}
     assert several(gpu_batch_size_limit=limit, **options)["seen"] == several(**options)["seen"]
 
@@ -133,7 +133,7 @@ def test_a_run_resumes_within_an_epoch(mode: str, tmp_path: Path) -> None:
         several(resume=True, **options, grouped=True)
 
 
-def test_a_loader_may_give_several_times_as_many_samples(tmp_path: Path) -> None:
+def test_a_loader_may_have_a_multiple_of_the_batch_size(tmp_path: Path) -> None:
     result = run(loaders(20, 60, times=3), directory=str(tmp_path), gpu_batch_size_limit=4)
     parts = [names(step) for step in result["seen"]]
 

@@ -14,13 +14,13 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
 
 
-class TestLoadersThatGiveNothing:
+class TestEmptyLoaders:
     @staticmethod
     def line(train_set: Any, val_set: Any = None) -> ts.SupervisedModule:
         return ts.SupervisedModule(nn.Linear(6, 3), nn.functional.cross_entropy, "sgd", train_set, val_set)
 
     @pytest.mark.spec("FN-27")
-    def test_without_samples_there_is_no_training(self, tmp_path: Path) -> None:
+    def test_a_training_without_samples_is_refused(self, tmp_path: Path) -> None:
         empty = TensorDataset(torch.zeros(0, 6), torch.zeros(0).long())
         with pytest.raises(ts.ModuleContractError, match="a loader over an empty data set"):
             train(self.line(empty), tmp_path)
@@ -32,7 +32,7 @@ class TestLoadersThatGiveNothing:
         with pytest.raises(ts.ModuleContractError, match="gave no batch at all"):
             train(Lists(), tmp_path)
 
-    def test_a_validation_without_samples_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_validation_without_samples_is_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         empty = TensorDataset(torch.zeros(0, 6), torch.zeros(0).long())
         train(self.line(numbers(8), empty), tmp_path)
         assert "the val loader 'default' gave no batch at all" in caplog.text

@@ -21,7 +21,7 @@ LENGTH = 10**12
 
 
 def check_costs(*runs: dict[str, Any]) -> None:
-    """Nothing was made for each sample: a bit for each would take 125 GB."""
+    """Nothing was allocated for each sample: a bit for each would take 125 GB."""
     for run in runs:
         assert run["seconds"] < patience(5)
         assert run["MB"] < 300, "modules that are imported by the first run included"
@@ -33,7 +33,7 @@ def expected(steps: int, **changes: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", ["plain", "ordered", "dict", "subset"])
-def test_a_run_starts_at_once_and_resumes_with_the_same_bits(shape: str, tmp_path: Path) -> None:
+def test_a_run_starts_at_once_and_resumes_exactly(shape: str, tmp_path: Path) -> None:
     options = {"shape": shape, "backend": "sp"}
     whole = huge(str(tmp_path / "whole"), steps=5, **options)
     begun = huge(str(tmp_path / "parts"), steps=3, **options)
@@ -51,7 +51,7 @@ def test_a_run_starts_at_once_and_resumes_with_the_same_bits(shape: str, tmp_pat
 
 
 @pytest.mark.distributed
-def test_ranks_start_at_once_and_resume_with_the_same_bits(tmp_path: Path) -> None:
+def test_ranks_start_at_once_and_resume_exactly(tmp_path: Path) -> None:
     whole, begun, rest = zip(*run_world(2, in_parts, directory=str(tmp_path)), strict=True)
 
     check_costs(*whole, *begun, *rest)
@@ -91,7 +91,7 @@ def test_a_checkpoint_of_a_newer_order_is_refused(tmp_path: Path, monkeypatch: p
         huge(str(tmp_path), steps=5, backend="sp", resume=True)
 
 
-def test_overfitting_takes_the_first_samples_of_the_order(tmp_path: Path) -> None:
+def test_overfitting_uses_the_first_samples_of_the_order(tmp_path: Path) -> None:
     run = huge(str(tmp_path), steps=4, backend="sp", overfit_batches=2)
 
     check_costs(run)

@@ -1,4 +1,4 @@
-"""Numbers that a data set or `collate_fn` of a private run keeps are put back after each sample."""
+"""Numbers that a data set or `collate_fn` of a private run keeps are restored after each sample."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_sample_does_not_depend_on_those_before(make: Callable[[], Callable[[f
 
 
 class SumsUp:
-    """A `collate_fn` that adds the number of samples that it has had."""
+    """A `collate_fn` that adds the number of samples so far."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -245,7 +245,7 @@ class Opens:
         self.cache[3] = 4.0
 
 
-def test_files_and_caches_are_left_alone() -> None:
+def test_files_and_caches_are_not_restored() -> None:
     opens = Opens()
     kept = KeptNumbers(opens)
     opens.read()

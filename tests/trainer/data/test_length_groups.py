@@ -1,4 +1,4 @@
-"""Batches of samples of like lengths."""
+"""Batches of samples of similar lengths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def steps_of(ranks: list[Any]) -> list[Any]:
     ]
 
 
-def test_every_sample_comes_once_an_epoch_and_epochs_differ() -> None:
+def test_each_epoch_has_each_sample_once_in_another_order() -> None:
     order = DataOrder(length=COUNT, global_batch=8, micro_batch=8, lengths=torch.tensor(LENGTHS), window=24)
     first, second = order.permutation(0), order.permutation(1)
 
@@ -55,7 +55,7 @@ def test_workers_load_the_same_batches(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("limit", [pytest.param(None, marks=pytest.mark.long), 2])
-def test_ranks_share_the_same_global_batches_in_parts_of_like_lengths(limit: int | None, tmp_path: Path) -> None:
+def test_ranks_share_global_batches_in_parts_of_similar_lengths(limit: int | None, tmp_path: Path) -> None:
     one = grouped(directory=str(tmp_path), gpu_batch_size_limit=limit)
     ranks = run_world(2, grouped, backend="ddp", gpu_batch_size_limit=limit)
 
@@ -110,7 +110,7 @@ def test_data_that_cannot_be_grouped_are_refused(tmp_path: Path) -> None:
         ts.LengthGroupedSampler([1], window=0)
 
 
-def test_outside_of_a_trainer_it_gives_every_index_once_an_epoch() -> None:
+def test_the_sampler_alone_gives_each_index_once() -> None:
     sampler = ts.LengthGroupedSampler(torch.tensor(LENGTHS), window=10)
     first = list(sampler)
     sampler.set_epoch(1)

@@ -26,7 +26,7 @@ EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1)
 
 
 class Reads(Classifier):
-    """Trains on the batches of its loader, notes each batch, and dies before the step `stop_at`."""
+    """Trains on the batches of its loader, records each batch, and is interrupted before the step `stop_at`."""
 
     def __init__(self, make: Any, *, lasting: bool = False, stop_at: int | None = None) -> None:
         super().__init__(numbers(41), dropout=0.2)
@@ -55,7 +55,7 @@ def run(module: Reads, directory: Path, **changes: Any) -> ts.Trainer:
 
 
 def unbroken_and_interrupted(make: Any, directory: Path, stops: tuple[int, ...], **changes: Any) -> tuple[Any, Any]:
-    """Batches and final weights of two runs: one unbroken, one that died before each of the steps `stops`."""
+    """Batches and final weights of two runs: one unbroken, one interrupted before each of the steps `stops`."""
     lasting = changes.pop("lasting", False)
     whole = Reads(make, lasting=lasting)
     run(whole, directory / "whole", **changes)
@@ -101,7 +101,7 @@ def own_generator(data: Any, sampler: Any, size: int) -> Any:
     ids=str,
 )
 @pytest.mark.parametrize("make", [shuffled(0), given_sampler, own_generator], ids=["shuffle", "sampler", "generator"])
-def test_the_rest_of_the_run_is_that_of_an_unbroken_one(
+def test_an_interrupted_run_reads_and_ends_as_an_unbroken_one(
     stops: tuple[int, ...], make: Any, lasting: bool, tmp_path: Path
 ) -> None:
     """6 steps an epoch: twice within the first, at the ends of two, and within the second."""
@@ -110,7 +110,7 @@ def test_the_rest_of_the_run_is_that_of_an_unbroken_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True])
-def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting: bool, tmp_path: Path) -> None:
+def test_augmentation_in_this_process_is_the_same_after_a_resume(lasting: bool, tmp_path: Path) -> None:
     def augmented(data: Any, sampler: Any, size: int) -> Any:
         return StatefulDataLoader(Noisy(), batch_size=size, shuffle=True)
 
@@ -124,13 +124,13 @@ def test_random_numbers_drawn_for_a_sample_in_this_process_are_the_same(lasting:
     [(shuffled(2), False), (shuffled(2), True), (given_sampler_and_workers, True)],
     ids=["made again", "lasting", "lasting, with a sampler"],
 )
-def test_workers_that_read_ahead_do_not_move_the_place(make: Any, lasting: bool, tmp_path: Path) -> None:
+def test_prefetching_workers_do_not_change_the_position(make: Any, lasting: bool, tmp_path: Path) -> None:
     assert agree(*unbroken_and_interrupted(make, tmp_path, (3, 7, 10), lasting=lasting))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [(5,), (6,)], ids=str)
-def test_an_epoch_that_is_cut_short_does_not_run_over_into_the_next(stops: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_capped_epoch_does_not_continue_into_the_next(stops: tuple[int, ...], tmp_path: Path) -> None:
     """A cap of 4 steps: the epochs begin with the steps 1, 5 and 9."""
     for lasting in (False, True):
         changes = {"max_train_steps_per_epoch": 4, "lasting": lasting}
@@ -138,7 +138,7 @@ def test_an_epoch_that_is_cut_short_does_not_run_over_into_the_next(stops: tuple
 
 
 class Stream:
-    """A loader of another kind: batches from a stream, its place in the stream as its state."""
+    """A loader of another class: batches from a stream, with the position in the stream as its state."""
 
     reads = 0
 
@@ -160,7 +160,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("finished", [1, 4])
-def test_any_loader_with_a_state_is_asked_and_no_batch_is_read_to_skip(
+def test_a_custom_loader_with_a_state_skips_without_reading(
     finished: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make(data: Any, sampler: Any, size: int) -> Stream:
@@ -191,7 +191,7 @@ def test_a_loader_without_a_state_reads_and_drops_batches(tmp_path: Path, caplog
 @pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 @pytest.mark.slow
-def test_another_number_of_workers_is_answered_in_words(before: int, after: int, tmp_path: Path) -> None:
+def test_another_number_of_workers_is_refused_with_the_reason(before: int, after: int, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(Reads(shuffled(before), stop_at=3), tmp_path)
 
@@ -203,7 +203,7 @@ def test_another_number_of_workers_is_answered_in_words(before: int, after: int,
 
 
 @pytest.mark.processes
-def test_gaps_of_its_state_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_parts_of_a_loaders_state_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def torchs_own(data: Any, sampler: Any, size: int) -> Any:
         chosen = RandomSampler(data, generator=torch.Generator().manual_seed(1))
         return StatefulDataLoader(data, batch_size=size, sampler=chosen)
@@ -217,7 +217,7 @@ def test_gaps_of_its_state_are_reported(tmp_path: Path, caplog: pytest.LogCaptur
     assert "RandomSampler" not in caplog.text
 
 
-def test_states_of_loaders_that_gave_parts_are_not_taken_by_another_number_of_processes() -> None:
+def test_states_of_split_loaders_need_the_same_world_size() -> None:
     states: list[Any] = [{"loader": {}}, {"loader": {}}]
     split, same = (LoaderState(RunLogger(), split_by_rank=whether) for whether in (True, False))
     same.restore(states, World())

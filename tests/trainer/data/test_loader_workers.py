@@ -1,4 +1,4 @@
-"""The worker processes of loaders end when they are told to, never by a signal after seconds of waiting."""
+"""The worker processes of loaders end on request, never by a signal after seconds of waiting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(patience(60))
 
 
 class InOrder(IterableDataset[Any]):
-    """A data set that cannot be indexed, so that the loop reads the loader as it comes."""
+    """A data set without indices, so that the loop iterates the loader."""
 
     def __iter__(self) -> Any:
         return iter([sample for sample in Noisy()])  # noqa: C416 - by index
@@ -66,8 +66,8 @@ def test_persistent_workers_end_with_their_trainer(
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 under torch 2.13
 @pytest.mark.parametrize("kind", [None, DataLoader, StatefulDataLoader])
-def test_workers_of_a_pass_that_an_error_ends_are_told(kind: Any, others: set[Any], tmp_path: Path) -> None:
-    """The loop's own loader, and loaders of the user's that the loop reads as they come."""
+def test_workers_end_after_an_error_in_a_step(kind: Any, others: set[Any], tmp_path: Path) -> None:
+    """A loader that the loop replaces, and loaders of the user that the loop iterates."""
 
     class Fails(Classifier):
         def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Data order: a permutation of seed and epoch, and nothing else."""
+"""Data order: a permutation that depends on seed and epoch only."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def test_each_epoch_and_each_seed_has_its_own_permutation() -> None:
 
 
 def test_the_permutation_is_pinned() -> None:
-    """If this fails, runs of the version before cannot be resumed exactly within an epoch: say so in the changelog."""
+    """If this fails, runs of the previous version do not resume exactly within an epoch: add it to the changelog."""
     assert order(length=8).permutation(2).tolist() == [6, 1, 7, 2, 0, 5, 4, 3]
 
 
-def test_mixing_depends_on_every_number_and_on_their_order() -> None:
+def test_mixing_depends_on_each_number_and_their_order() -> None:
     values = {mix(a, b, c) for a in range(8) for b in range(8) for c in range(8)}
 
     assert len(values) == 512
@@ -51,7 +51,7 @@ def test_the_global_batches_do_not_depend_on_the_split(limit: int, tmp_path: Pat
 
 
 @pytest.mark.spec("F301", "F104")
-def test_epochs_are_shuffled_differently_and_the_global_generators_are_left_alone(tmp_path: Path) -> None:
+def test_epochs_are_shuffled_without_the_global_generators(tmp_path: Path) -> None:
     torch.manual_seed(999)
     expected = torch.rand(1)
     torch.manual_seed(999)
@@ -66,7 +66,7 @@ def test_epochs_are_shuffled_differently_and_the_global_generators_are_left_alon
 @pytest.mark.spec("F301")
 @pytest.mark.parametrize("limit", [8, 2])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_augmentation_belongs_to_the_sample(limit: int, workers: int, tmp_path: Path) -> None:
+def test_augmentation_depends_on_epoch_and_sample_only(limit: int, workers: int, tmp_path: Path) -> None:
     """The number of workers and the micro-batch change nothing; the epoch does."""
     reference, other = Remembers(Noisy()), Remembers(Noisy(), num_workers=workers)
     train(reference, tmp_path, epochs=2)
@@ -92,7 +92,7 @@ def test_a_subset_of_tensors_is_indexed_like_the_subset(tmp_path: Path) -> None:
 
 
 class Marked(torch.Tensor):
-    """Rows are read in a way of its class."""
+    """Its class changes the values of indexed rows."""
 
     def __getitem__(self, index: Any) -> Any:
         row = super().__getitem__(index)
@@ -101,7 +101,7 @@ class Marked(torch.Tensor):
 
 @pytest.mark.parametrize("fast_paths", [True, False])
 @pytest.mark.parametrize("kind", ["rows", "channels last", "transposed", "subclass"])
-def test_the_fast_way_gives_the_bits_of_the_loader(kind: str, fast_paths: bool) -> None:
+def test_fast_indexing_gives_the_bits_of_the_loader(kind: str, fast_paths: bool) -> None:
     from trainstack.trainer.data.loading import Fetcher
 
     images = torch.randn(20, 3, 4, 5)
@@ -122,7 +122,7 @@ def test_the_fast_way_gives_the_bits_of_the_loader(kind: str, fast_paths: bool) 
 
 
 @pytest.mark.parametrize("kind", ["weighted", "iterable", "list", "batch_sampler"])
-def test_a_foreign_order_works_and_is_said_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_custom_order_works_and_is_logged_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = Foreign(kind)
     trainer = ts.Trainer(module, arguments(tmp_path, epochs=2, gpu_batch_size_limit=4))
     trainer.train()
@@ -133,7 +133,7 @@ def test_a_foreign_order_works_and_is_said_once(kind: str, tmp_path: Path, caplo
 
 
 @pytest.mark.spec("FN-27")
-def test_drop_last_leaves_out_the_global_batch_that_is_not_full(tmp_path: Path) -> None:
+def test_drop_last_drops_the_incomplete_global_batch(tmp_path: Path) -> None:
     trainer = train(Classifier(drop_last=True), tmp_path, gpu_batch_size_limit=2)
 
     assert trainer.global_steps_finished == 5
@@ -141,7 +141,7 @@ def test_drop_last_leaves_out_the_global_batch_that_is_not_full(tmp_path: Path) 
 
 
 class Remembers(Classifier):
-    """Notes which samples a step consists of."""
+    """Records the samples of each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -30,7 +30,7 @@ GLOBAL = np.random.default_rng(5)
 
 
 class Jitter:
-    """A transform with generators of four kinds; `picklable` ones only, for spawned workers."""
+    """A transform with generators of four kinds; with `picklable` without the one that cannot be sent to a worker."""
 
     def __init__(self, picklable: bool = False) -> None:
         self.kinds: dict[str, Any] = {"numpy": np.random.default_rng(0), "python": random.Random(1)}
@@ -58,7 +58,7 @@ class Augmented(Dataset[Any]):
 
 
 class Mixup:
-    """A `collate_fn` with a generator, the dataset's or its own."""
+    """A `collate_fn` with a generator, either that of the dataset or a separate one."""
 
     def __init__(self, rng: Any = None) -> None:
         self.rng = np.random.default_rng(9) if rng is None else rng
@@ -101,13 +101,13 @@ def trained(directory: Path, dataset: Any, stop_at: int | None = None, **loader:
 
 
 def again(dataset: Any) -> Any:
-    """The dataset as a new process makes it."""
+    """The dataset as a new process creates it."""
     return type(dataset)(Jitter()) if isinstance(dataset, Augmented) else dataset
 
 
 @pytest.mark.parametrize("kind", ["plain", "subset", "concat", "shared", "collate"])
 @pytest.mark.processes
-def test_workers_and_resumes_change_nothing(kind: str, tmp_path: Path) -> None:
+def test_workers_and_resumes_do_not_change_random_samples(kind: str, tmp_path: Path) -> None:
     found = []
     for number, workers in enumerate((0, 2)):
         jitter = Jitter()
@@ -135,7 +135,7 @@ def test_workers_and_resumes_change_nothing(kind: str, tmp_path: Path) -> None:
     ids=["four", "persistent", "worker_init_fn", "spawn"],
 )
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_nor_does_how_workers_are_made(options: Any, tmp_path: Path) -> None:
+def test_options_of_workers_do_not_change_random_samples(options: Any, tmp_path: Path) -> None:
     plain = trained(tmp_path, Augmented(Jitter(picklable=True)), collate_fn=Mixup())
 
     assert (
@@ -143,7 +143,7 @@ def test_nor_does_how_workers_are_made(options: Any, tmp_path: Path) -> None:
     )
 
 
-def test_the_generators_of_this_process_are_left_alone(tmp_path: Path) -> None:
+def test_generators_of_this_process_keep_their_states(tmp_path: Path) -> None:
     jitter = Jitter()
     before = [jitter.kinds["numpy"].bit_generator.state, jitter.kinds["python"].getstate(), GLOBAL.bit_generator.state]
     trained(tmp_path, Augmented(jitter))
@@ -262,7 +262,7 @@ class Drawn(IterableDataset[Any]):
 
 
 class Streams(Classifier):
-    """A loader with its own order, from a generator that exists as long as the module."""
+    """A loader with a custom order, from a generator that exists as long as the module."""
 
     def __init__(self, kind: str, stop_at: int | None) -> None:
         super().__init__(Drawn() if kind == "iterable" else numbers(24))
@@ -285,7 +285,7 @@ class Shuffled(RandomSampler):
 
 
 @pytest.mark.parametrize("kind", ["iterable", "sampler"])
-def test_a_loader_with_its_own_order_is_seeded_for_each_epoch(kind: str, tmp_path: Path) -> None:
+def test_a_loader_with_custom_order_is_seeded_each_epoch(kind: str, tmp_path: Path) -> None:
     seen = []
     for stops in ((None,), (3, 6, None)):
         inputs: list[list[float]] = []
@@ -303,7 +303,7 @@ def test_a_loader_with_its_own_order_is_seeded_for_each_epoch(kind: str, tmp_pat
 
 
 class Staged(Augmented):
-    """Scales its samples by the epoch that `set_epoch` told."""
+    """Scales its samples by the epoch of `set_epoch`."""
 
     scale = 1.0
 
@@ -316,7 +316,7 @@ class Staged(Augmented):
 
 
 @pytest.mark.processes
-def test_persistent_workers_hear_of_the_epoch(tmp_path: Path) -> None:
+def test_persistent_workers_get_each_epoch(tmp_path: Path) -> None:
     plain = trained(tmp_path, Staged())
 
     for options in ({"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}):

@@ -23,7 +23,7 @@ def documents(count: int = len(LENGTHS)) -> list[Tensor]:
     return [torch.randint(1, 30, (length,), generator=generator) for length in LENGTHS[:count]]
 
 
-def test_rows_hold_every_document_once_and_tell_them_apart() -> None:
+def test_rows_have_each_document_once_with_its_own_segment() -> None:
     data = documents()
     packed = ts.PackedDataset(data, 16, pad_token=29)
     found = []
@@ -53,7 +53,7 @@ def test_many_documents_leave_little_padding_and_never_overflow() -> None:
     assert sum(lengths) / (1024 * len(sums)) > 0.98
 
 
-def test_samples_with_several_columns_and_their_padding() -> None:
+def test_all_columns_are_packed_without_their_padding() -> None:
     sample = {
         "input_ids": [4, 5, 6, 0],
         "attention_mask": [1, 1, 1, 0],
@@ -171,7 +171,7 @@ def test_a_private_run_refuses_packed_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
-def test_narrow_tokens_of_a_file_keep_labels_that_are_ignored(kind: Any) -> None:
+def test_narrow_tokens_keep_labels_that_are_ignored(kind: Any) -> None:
     row = ts.PackedDataset([np.array([1, 2, 3], dtype=kind), np.array([4, 5], dtype=kind)], 8)[0]
 
     assert row["labels"].tolist() == [-100, 2, 3, -100, 5, -100, -100, -100]
@@ -188,7 +188,7 @@ def test_narrow_tokens_of_a_file_keep_labels_that_are_ignored(kind: Any) -> None
         (["abc"], "sample 0 is not a sequence of tokens"),
     ],
 )
-def test_samples_that_would_not_lie_under_their_tokens_are_refused(samples: Any, words: str) -> None:
+def test_samples_with_mismatched_columns_are_refused(samples: Any, words: str) -> None:
     with pytest.raises(ts.ModuleContractError, match=words):
         ts.PackedDataset(samples, 8)[0]
     with pytest.raises(ts.ConfigurationError, match=r"lengths\[1\]=0"):

@@ -1,4 +1,4 @@
-"""Which records two datasets have in common."""
+"""Records that two datasets have in common."""
 
 from __future__ import annotations
 

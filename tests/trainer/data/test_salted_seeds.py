@@ -52,7 +52,7 @@ DRAWS: dict[str, Callable[[int], float]] = {
 
 
 class Draws(Dataset[Any]):
-    """Draws two times from one seed."""
+    """Draws twice from the same seed."""
 
     def __init__(self, draw: Callable[[int], float]) -> None:
         self.draw = draw
@@ -76,8 +76,8 @@ def samples(draw: Callable[[int], float], seed: Seed, workers: int = 0) -> torch
 def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
     streams = RandomStreams.from_system()
     found, plain = samples(DRAWS[name], streams), DRAWS[name](0)
-    assert len({*found[:, 0].tolist(), plain}) == 5  # each record has other numbers, and none has the public ones
-    assert torch.equal(found[:, 0], found[:, 1])  # such as those of an image and its mask
+    assert len({*found[:, 0].tolist(), plain}) == 5  # different for each record, and from the public one
+    assert torch.equal(found[:, 0], found[:, 1])  # as an image and its mask need
     assert torch.equal(found, samples(DRAWS[name], streams))
     assert not torch.equal(found, samples(DRAWS[name], RandomStreams.from_system()))
     assert DRAWS[name](0) == plain  # afterwards a seed has its usual effect
@@ -85,7 +85,7 @@ def test_a_seed_of_the_dataset_is_mixed_with_a_secret(name: str) -> None:
 
 
 @pytest.mark.processes
-def test_loader_workers_mix_them_too() -> None:
+def test_loader_workers_mix_seeds_with_the_same_secret() -> None:
     streams = RandomStreams.from_system()
     assert torch.equal(samples(by_numpy, streams), samples(by_numpy, streams, workers=1))
 

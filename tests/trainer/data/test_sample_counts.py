@@ -1,4 +1,4 @@
-"""How the samples of a batch are counted, where the library does not draw them itself."""
+"""Counting the samples of a batch that the library does not draw itself."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_batch_is_counted_or_told_to_be_doubtful(name: str) -> None:
+def test_a_batch_has_a_count_that_may_be_doubtful(name: str) -> None:
     batch, count, doubtful = COUNTED[name]
     assert samples_in(batch) == count
     assert (differing_lengths(batch) is not None) == doubtful
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_batch_whose_samples_cannot_be_known_is_refused(name: str) -> None:
+def test_a_batch_of_unknown_size_is_refused(name: str) -> None:
     with pytest.raises(ts.ModuleContractError, match=r"Override ModuleInterface\.batch_weight"):
         samples_in(REFUSED[name])
 
 
-def test_lists_that_torch_makes_have_an_item_a_field() -> None:
+def test_lists_of_torchs_collate_have_an_item_for_each_field() -> None:
     assert samples_in([X, X], lists_are_fields=True) == samples_in([[X, X], Y], lists_are_fields=True) == 4
 
 
@@ -103,7 +103,7 @@ LOADERS: dict[str, tuple[Any, list[int | None]]] = {
 
 @pytest.mark.parametrize("fast_paths", [True, False])
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_length_of_the_list_of_indices_is_the_number_of_samples(name: str, fast_paths: bool) -> None:
+def test_samples_are_counted_by_their_indices(name: str, fast_paths: bool) -> None:
     make, counts = LOADERS[name]
     loader = make()
     for _ in range(2):
@@ -121,7 +121,7 @@ class Eager(Sampler[int]):
 
 
 @pytest.mark.parametrize("of_batches", [True, False])
-def test_an_order_is_drawn_when_the_iterator_is_made(of_batches: bool) -> None:
+def test_an_order_is_drawn_when_the_iterator_is_created(of_batches: bool) -> None:
     sampler = Eager()
     batches: Any = BatchSampler(sampler, 4, False)
     loader = DataLoader(DATA, sampler=batches, batch_size=None) if of_batches else DataLoader(DATA, 4, sampler=sampler)
@@ -192,7 +192,7 @@ def test_packed_sequences_count_by_their_indices_or_are_refused(tmp_path: Path) 
         train(OnSequences(False), tmp_path)
 
 
-def test_doubtful_batches_are_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_doubtful_batches_cause_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class TimeFirst(Classifier):
         def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
             return [(torch.zeros(6, 2), torch.zeros(2))] * 3

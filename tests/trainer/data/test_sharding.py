@@ -25,7 +25,7 @@ CHEAP = [kind for kind in streams.STREAMS if kind != "workers"]
 
 
 @together
-def test_ranks_draw_different_numbers_and_rank_0_those_of_one_process() -> None:
+def test_ranks_draw_different_numbers_and_rank_0_unchanged_ones() -> None:
     with torch.random.fork_rng():
         alone = streams.drawn("sp")
     ranks = run_world(2, streams.drawn)
@@ -44,7 +44,7 @@ def alone(accumulation: int) -> Any:
 
 @together
 @pytest.mark.parametrize(("size", "seeded"), [(2, True), (3, False)])
-def test_all_ranks_read_one_stream_that_does_not_depend_on_their_number(size: int, seeded: bool) -> None:
+def test_all_ranks_read_the_stream_of_one_process(size: int, seeded: bool) -> None:
     ranks = run_world(size, streams.streams, kinds=CHEAP, seeded=seeded)
 
     for kind in CHEAP:
@@ -65,7 +65,7 @@ def test_all_ranks_read_one_stream_that_does_not_depend_on_their_number(size: in
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("seeded", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_streams_of_all_kinds_do_not_depend_on_the_number_of_ranks(size: int, seeded: bool, accumulation: int) -> None:
+def test_streams_of_all_kinds_are_read_once_by_all_ranks(size: int, seeded: bool, accumulation: int) -> None:
     ranks = run_world(size, streams.streams, kinds=list(streams.STREAMS), seeded=seeded, accumulation=accumulation)
 
     for kind in streams.STREAMS:
@@ -110,7 +110,7 @@ def reference(ends: list[int], accumulation: int, weigh: bool) -> list[float]:
         ([0, 1, 23, 24], 1, False),
     ],
 )
-def test_ranks_train_on_their_parts_to_the_end_of_the_longest(ends: list[int], accumulation: int, weigh: bool) -> None:
+def test_ranks_train_to_the_end_of_the_longest_part(ends: list[int], accumulation: int, weigh: bool) -> None:
     ranks = run_world(len(ends) - 1, streams.parts, ends=ends, accumulation=accumulation, weigh=weigh, length=weigh)
 
     expected = reference(ends, accumulation, weigh)
@@ -126,7 +126,7 @@ def test_ranks_train_on_their_parts_to_the_end_of_the_longest(ends: list[int], a
 
 @together
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_over_parts_of_its_ranks_resumes_within_the_epoch(accumulation: int, tmp_path: Path) -> None:
+def test_a_run_over_uneven_parts_resumes_within_the_epoch(accumulation: int, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"ends": [0, 3, 24], "accumulation": accumulation}
     whole = run_world(2, streams.parts, **shape)
     changes = {"every_step": True, "directory": str(tmp_path)}
@@ -139,7 +139,7 @@ def test_a_run_over_parts_of_its_ranks_resumes_within_the_epoch(accumulation: in
 
 
 @together
-def test_a_rank_that_never_has_a_batch_borrows_those_of_another() -> None:
+def test_a_rank_without_batches_borrows_those_of_another() -> None:
     ranks = run_world(3, streams.parts, ends=[0, 8, 8, 24])
 
     assert [rank["steps"] for rank in ranks] == [8, 8, 8]
@@ -148,7 +148,7 @@ def test_a_rank_that_never_has_a_batch_borrows_those_of_another() -> None:
 
 @together
 @pytest.mark.parametrize("sharding", ["auto", "trainer"])
-def test_data_that_is_split_by_rank_is_refused_unless_that_is_declared(sharding: str, tmp_path: Path) -> None:
+def test_data_split_by_rank_is_refused_without_a_declaration(sharding: str, tmp_path: Path) -> None:
     ranks = run_world(2, streams.undeclared, sharding=sharding, directory=str(tmp_path))
 
     for said in ranks:
@@ -173,7 +173,7 @@ def test_other_values_of_data_sharding_are_refused(wrong: Any) -> None:
 
 
 class Epochs:
-    """Notes which epochs it was given, and draws its order from them."""
+    """Records the epochs that it was given, and draws its order from them."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epochs, self.orders = count, list[int](), list[list[int]]()
@@ -203,7 +203,7 @@ class Listening(TensorDataset):
 
 
 @pytest.mark.parametrize("place", ["sampler", "batch sampler", "sampler of a batch sampler", "dataset", "subset"])
-def test_set_epoch_is_called_once_an_epoch_before_its_first_batch(place: str, tmp_path: Path) -> None:
+def test_set_epoch_is_called_once_before_each_epoch(place: str, tmp_path: Path) -> None:
     data, epochs = Listening(torch.arange(8.0)[:, None]), Epochs(8)
 
     def loader(size: int) -> Any:
@@ -231,7 +231,7 @@ def _batches(self: Any) -> Any:
     return iter([[self.epochs[-1] + row for row in rows] for rows in ([0, 1], [4, 5])])
 
 
-def test_a_resume_within_an_epoch_sets_that_epoch_and_validation_loaders_get_it(tmp_path: Path) -> None:
+def test_set_epoch_gets_the_epoch_on_resume_and_in_validation(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     options: dict[str, Any] = {"train_batch_size": 2, "epochs": 3, "checkpointer_args": saving}
 
@@ -255,7 +255,7 @@ def test_a_resume_within_an_epoch_sets_that_epoch_and_validation_loaders_get_it(
     assert [b for b in resumed.seen if b] == whole.seen[6:]
 
 
-def test_objects_that_come_twice_are_called_once() -> None:
+def test_set_epoch_is_called_once_for_a_repeated_dataset() -> None:
     data = Listening(torch.zeros(4, 1))
     set_epoch(DataLoader(Subset(torch.utils.data.ConcatDataset([data, data]), [0])), 3, in_own_order=True)
 
@@ -295,7 +295,7 @@ def test_the_digest_differs_for_different_batches(one: Any, other: Any, whole: b
     assert values[0] == values[1] != values[2]
 
 
-def test_the_digest_of_a_set_does_not_depend_on_its_order() -> None:
+def test_the_digest_of_a_set_is_independent_of_order() -> None:
     sets = [set(items) for items in ([0, 8], [8, 0])]  # the two hashes have the same place in a table of 8
     assert list(sets[0]) != list(sets[1])
     digests = [StreamDigest(), StreamDigest()]
@@ -304,7 +304,7 @@ def test_the_digest_of_a_set_does_not_depend_on_its_order() -> None:
     assert digests[0].value == digests[1].value
 
 
-def test_the_digest_takes_other_objects_by_their_class() -> None:
+def test_the_digest_accepts_objects_of_any_class() -> None:
     digest = StreamDigest()
     for odd in (torch.empty(0, 3), torch.zeros(2, device="meta"), torch.eye(3).to_sparse(), {1, 2}, object(), len, []):
         digest.add(odd)
@@ -313,7 +313,7 @@ def test_the_digest_takes_other_objects_by_their_class() -> None:
 
 
 @together
-def test_a_validation_that_carries_state_is_that_of_one_process_on_the_main_rank() -> None:
+def test_evaluate_on_main_validates_stateful_modules_like_one_process() -> None:
     with torch.random.fork_rng():
         alone = streams.running_sum(True, "sp")
     assert [alone] * 2 == run_world(2, streams.running_sum, on_main=True)
@@ -328,7 +328,7 @@ def test_evaluate_on_main_has_to_be_a_bool(tmp_path: Path) -> None:
 
 
 @together
-def test_metrics_of_torchmetrics_that_add_up_count_each_input_once() -> None:
+def test_summing_torchmetrics_count_each_input_once() -> None:
     pytest.importorskip("torchmetrics")
     with torch.random.fork_rng():
         alone = streams.summing_metrics("sp")

@@ -58,13 +58,13 @@ class Halves(DataLoader[Any]):
         return ([x / 2, y] for x, y in super()._get_iterator())
 
 
-def test_the_own_iterator_of_a_loader_is_used(tmp_path: Path) -> None:
+def test_a_custom_iterator_of_a_loader_is_used(tmp_path: Path) -> None:
     assert seen_in(Halves, tmp_path) == 2 * [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("place", ["subclass", "object", "class"])
-def test_each_method_that_is_replaced_makes_a_loader_foreign(
+def test_a_loader_with_a_replaced_method_keeps_its_order(
     name: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = vars(DataLoader)[name]
@@ -79,7 +79,7 @@ def test_each_method_that_is_replaced_makes_a_loader_foreign(
     assert f"has its own {name}" in (unsupported_order_reason(loader) or "")
 
 
-def test_a_subclass_with_other_methods_is_ordered() -> None:
+def test_a_subclass_with_additional_methods_is_ordered() -> None:
     class Named(DataLoader[Any]):
         def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -92,7 +92,7 @@ def test_a_subclass_with_other_methods_is_ordered() -> None:
 
 
 @pytest.mark.parametrize("kind", [RandomSampler, BatchSampler])
-def test_a_sampler_that_is_patched_keeps_its_order(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_sampler_keeps_its_order(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(DATA, batch_size=2, shuffle=True)
     assert unsupported_order_reason(loader) is None
     usual = kind.__iter__  # type: ignore[attr-defined]
@@ -131,7 +131,9 @@ def test_a_subset_gives_the_samples_of_a_dataloader(name: str) -> None:
 @pytest.mark.parametrize("kind", [TensorDataset, Subset])
 @pytest.mark.parametrize("name", ["__getitem__", "__getitems__"])
 @pytest.mark.parametrize("place", ["object", "class"])
-def test_a_dataset_that_is_patched_is_asked(kind: type, name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_method_of_a_dataset_is_called(
+    kind: type, name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = DATA if kind is TensorDataset else Subset(DATA, range(4))
     called = []
 
@@ -154,9 +156,7 @@ def test_a_dataset_that_is_patched_is_asked(kind: type, name: str, place: str, m
 
 
 @pytest.mark.parametrize("registered", [Tensor, tuple, (tuple, list)])
-def test_a_collate_function_that_is_registered_with_torch_is_used(
-    registered: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collate_function_registered_with_torch_is_used(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(samples: Any, *, collate_fn_map: Any = None) -> Any:
         if isinstance(samples[0], Tensor):
             return 2 * torch.stack(list(samples))
@@ -168,7 +168,7 @@ def test_a_collate_function_that_is_registered_with_torch_is_used(
     assert fetched(loader) == [[[0.0], [2.0]], [[4.0], [6.0]]]
 
 
-def test_loaders_that_may_draw_with_each_batch_are_known() -> None:
+def test_loaders_that_may_draw_with_each_batch_are_recognized() -> None:
     class Drawing(BatchSampler):
         pass
 

@@ -1,4 +1,4 @@
-"""Samplers and loaders with their own order."""
+"""Samplers and loaders with a custom order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.modules import Classifier, arguments, numbers, train
 
 
 @pytest.mark.parametrize("kind", ["batch sampler", "subset", "range"])
-def test_a_sampler_that_leaves_samples_out_is_obeyed(kind: str, tmp_path: Path) -> None:
+def test_a_sampler_may_omit_samples(kind: str, tmp_path: Path) -> None:
     class Restricted(Classifier):
         def loader(self, batch_size: int) -> Any:  # type: ignore[override]
             if kind == "batch sampler":
@@ -40,7 +40,7 @@ def test_a_sampler_that_leaves_samples_out_is_obeyed(kind: str, tmp_path: Path) 
     assert trainer.validate()["default"][1].shape == (10,)
 
 
-def test_data_that_changes_between_epochs_is_seen(tmp_path: Path) -> None:
+def test_each_epoch_reads_the_data_that_a_hook_sets(tmp_path: Path) -> None:
     class Changing(Classifier):
         def __init__(self) -> None:
             super().__init__(numbers(16))
@@ -59,7 +59,7 @@ def test_data_that_changes_between_epochs_is_seen(tmp_path: Path) -> None:
     assert module.seen == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_a_foreign_loader_is_not_resumed_at_a_guessed_place(tmp_path: Path) -> None:
+def test_a_custom_loader_resumes_only_with_the_same_batches(tmp_path: Path) -> None:
     class Listed(Classifier):
         stop_at: int | None = None
 
@@ -99,14 +99,14 @@ def test_predicting_uses_the_loaders_own_batches(tmp_path: Path) -> None:
 
 
 class OwnLoader(DataLoader[Any]):
-    """Iterates in its own way, so that its order is its own, drawn from the generators of the process."""
+    """Has a custom `__iter__`, so that it draws its order from the generators of the process."""
 
     def __iter__(self) -> Any:
         return super().__iter__()
 
 
 @pytest.mark.parametrize("limit", [8, 4])
-def test_a_resume_within_an_epoch_reads_the_rest_of_a_shuffled_loader(limit: int, tmp_path: Path) -> None:
+def test_a_resume_reads_the_rest_of_a_shuffled_loader(limit: int, tmp_path: Path) -> None:
     class Shuffled(Classifier):
         def __init__(self, last: int) -> None:
             super().__init__(numbers(48), dropout=0.5)

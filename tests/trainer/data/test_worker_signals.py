@@ -1,12 +1,12 @@
-"""Loader workers outlive the signals that a group gets, and not their parent; the error of a dead one says why."""
+"""Loader workers survive signals to their group but not their parent; errors of ended workers give the reason."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ import pytest
 import trainstack as ts
 from tests.helpers.patience import patience
 from tests.helpers.processes import ROOT
+from tests.helpers.scripts import run_python, start_python, wait_for_pid
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(patience(60))]
 
 TRAINING = """
-import multiprocessing, os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+from torch.utils.data import get_worker_info
 from tests.helpers.modules import Classifier, Noisy, arguments
 import trainstack as ts
 
@@ -29,7 +31,7 @@ FOLDER = Path(sys.argv[1])
 
 class Reads(Noisy):
     def __getitem__(self, index):
-        if multiprocessing.parent_process() is not None:
+        if get_worker_info() is not None:
             (FOLDER / f"worker-{os.getpid()}").touch()
         time.sleep(0.01)
         return super().__getitem__(index)
@@ -42,31 +44,35 @@ class Slow(Classifier):
         return super().train_step(global_step, batch, device)
 
 if __name__ == "__main__":
-    module = Slow(Reads(37), num_workers=2, multiprocessing_context=sys.argv[2])
+    os.setsid()
+    sys.path.append(os.getcwd())  # from which spawned workers import this
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    (FOLDER / "pid").write_text(str(os.getpid()))
+    module = Slow(Reads(37), num_workers=int(sys.argv[2]), multiprocessing_context=sys.argv[3])
     saving = ts.DefaultCheckpointerArguments()
     ts.Trainer(module, arguments(FOLDER, train_batch_size=4, epochs=100, checkpointer_args=saving)).train()
 """
 
+Program = Future[subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Any:
-    """Starts TRAINING in a new process group, which is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
+    """A function that starts TRAINING in a new process group, which is killed at the end."""
+    started: list[tuple[int, Program]] = []
 
-    def run(method: str = "fork") -> subprocess.Popen[str]:
+    def run(method: str = "fork", count: int = 2) -> tuple[int, Program]:
         script = tmp_path / "script.py"
         script.write_text(TRAINING)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        command = [sys.executable, str(script), str(tmp_path), method]
-        process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
-        started.append(process)
-        return process
+        program = start_python(str(script), str(tmp_path), str(count), method, cwd=ROOT)
+        started.append((wait_for_pid(tmp_path / "pid", program), program))
+        return started[-1]
 
     yield run
-    for process in started:
+    for pid, program in started:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+            os.killpg(pid, signal.SIGKILL)
+        program.result()
 
 
 def wait_for(condition: Any, what: str) -> None:
@@ -89,37 +95,35 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_volley_of_signals_to_the_group_stops_the_run_in_good_order(
-    number: signal.Signals, start: Any, tmp_path: Path
-) -> None:
-    """Three SIGTERM within 40 ms killed the workers, and the run ended with the loader's error and no checkpoint."""
-    process = start()
+def test_repeated_signals_to_the_group_stop_the_run_once(number: signal.Signals, start: Any, tmp_path: Path) -> None:
+    """Without protection three SIGTERM within 40 ms kill the workers, and the run ends without a checkpoint."""
+    pid, program = start()
     wait_for((tmp_path / "now").exists, "the training does not begin")
     for _ in range(5):
-        os.killpg(process.pid, number)
+        os.killpg(pid, number)
         time.sleep(0.01)
-    error = process.communicate(timeout=patience(30))[1]
+    ended = program.result()
 
-    assert process.returncode == 75, error
-    assert f"stopped by {number.name} after global step" in error
+    assert ended.returncode == 75, ended.stderr
+    assert f"stopped by {number.name} after global step" in ended.stderr
     assert len(ts.list_checkpoints(tmp_path / "checkpoints")) == 1
 
 
-def test_signals_to_workers_that_are_starting_do_not_kill_them(start: Any, tmp_path: Path) -> None:
-    process = start("spawn")
+def test_starting_workers_survive_signals(start: Any, tmp_path: Path) -> None:
+    parent, program = start("spawn", 1)
 
     def children() -> list[int]:
-        path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        path = Path(f"/proc/{parent}/task/{parent}/children")
         found = [int(pid) for pid in path.read_text().split()] if path.exists() else []
         return [pid for pid in found if b"spawn_main" in _command(pid)]
 
-    wait_for(lambda: len(children()) == 2, "no workers are started")
-    for pid in children():
-        for _ in range(3):
-            os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: (tmp_path / "now").exists() or process.poll() is not None, "the training does not begin")
+    wait_for(children, "no worker is started")
+    (worker,) = children()
+    for _ in range(3):
+        os.kill(worker, signal.SIGTERM)
+    wait_for(lambda: (tmp_path / "now").exists() or program.done(), "the training does not begin")
 
-    assert process.poll() is None, process.communicate()[1]
+    assert not program.done(), program.result().stderr
 
 
 def _command(pid: int) -> bytes:
@@ -129,25 +133,24 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def test_a_worker_that_is_killed_is_named_with_the_likely_reason(start: Any, tmp_path: Path) -> None:
-    process = start()
+def test_a_killed_worker_is_named_with_the_likely_reason(start: Any, tmp_path: Path) -> None:
+    _, program = start()
     wait_for((tmp_path / "now").exists, "the training does not begin")
-    pid = workers(tmp_path)[-1]
+    worker = workers(tmp_path)[-1]
+    os.kill(worker, signal.SIGKILL)
+    ended = program.result()
+
+    assert ended.returncode == 1
+    said = f"a loader worker (pid {worker}) was ended by SIGKILL, probably by the out-of-memory killer of the system"
+    assert said in ended.stderr
+
+
+@pytest.mark.parametrize(("method", "count"), [("fork", 2), ("spawn", 1)])
+def test_workers_end_soon_after_their_parent(method: str, count: int, start: Any, tmp_path: Path) -> None:
+    pid, _ = start(method, count)
+    wait_for(lambda: len(workers(tmp_path)) == count, "no workers are started")
     os.kill(pid, signal.SIGKILL)
-    error = process.communicate(timeout=patience(30))[1]
-
-    assert process.returncode == 1
-    assert (
-        f"a loader worker (pid {pid}) was ended by SIGKILL, probably by the out-of-memory killer of the system" in error
-    )
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_end_soon_after_their_parent(method: str, start: Any, tmp_path: Path) -> None:
-    process = start(method)
-    wait_for(lambda: len(workers(tmp_path)) == 2, "no workers are started")
-    process.kill()
-    wait_for(lambda: not any(map(lives, workers(tmp_path))), "the workers live on")
+    wait_for(lambda: not any(map(lives, workers(tmp_path))), "the workers do not end")
 
 
 STARTING = """
@@ -177,16 +180,15 @@ if __name__ == "__main__":
 """
 
 
-def test_a_spawned_worker_whose_parent_dies_during_its_start_ends(tmp_path: Path) -> None:
-    """One lived on for two hours: torch reads the parent's id when the worker has started, and it was init's then."""
+def test_a_spawned_worker_ends_if_its_parent_dies_early(tmp_path: Path) -> None:
+    """torch reads the parent's id only after the worker has started, and then it is that of init."""
     script, word = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(STARTING)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    subprocess.run([sys.executable, str(script), str(word)], env=environment, timeout=patience(30), check=False)
+    run_python(str(script), str(word), cwd=ROOT)
     wait_for(lambda: word.exists() and word.read_text(), "no worker is started")
     pid = int(word.read_text())
     try:
-        wait_for(lambda: not lives(pid), "the worker lives on")
+        wait_for(lambda: not lives(pid), "the worker does not end")
     finally:
         if lives(pid):
             os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from trainstack.trainer.evaluation import collector
 
 
 class CountsCopies(TorchDispatchMode):
-    """Counts copies from one device to another. Here the device is `meta`, of which there are shapes and no values."""
+    """Counts copies from one device to another. Here the device is `meta`, whose tensors have shapes and no values."""
 
     count = 0
 
@@ -47,7 +47,7 @@ def copies(outputs: list[Any]) -> int:
     return counter.count
 
 
-def test_copies_do_not_grow_with_the_number_of_batches() -> None:
+def test_the_number_of_copies_does_not_depend_on_batches() -> None:
     assert copies(of_shapes(1)) == copies(of_shapes(50)) == 1
 
 
@@ -68,7 +68,7 @@ def test_outputs_that_wait_on_the_device_are_bounded(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors count as on another device than the host, and keep their values."""
+    """Treat tensors as tensors of another device, with their values."""
     monkeypatch.setattr(collector._Target, "is_elsewhere", lambda self, value: self.device is not None)
 
 
@@ -85,7 +85,7 @@ DTYPES = [torch.bool, torch.float64, torch.int16, torch.bfloat16, torch.complex6
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("limit", [1, 100, 1 << 20])
-def test_values_are_those_that_the_steps_returned(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collected_values_equal_the_returned_ones(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "_BYTES_WAITING", limit)
     outputs = [
         {
@@ -99,8 +99,8 @@ def test_values_are_those_that_the_steps_returned(limit: int, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_memory_that_steps_write_to_again_was_copied() -> None:
-    """On another device a copy was always made."""
+def test_memory_that_steps_reuse_is_copied() -> None:
+    """The collector must copy a tensor before the step writes to its memory again."""
     buffer, made = torch.zeros(2), ts.OutputCollector()
     for i in range(3):
         made.collect((buffer.fill_(i), buffer[:1]))
@@ -108,7 +108,7 @@ def test_memory_that_steps_write_to_again_was_copied() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_step_that_failed_is_forgotten_wherever_its_outputs_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_a_failed_step_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (1, 1 << 20):
         monkeypatch.setattr(collector, "_BYTES_WAITING", limit)
         made = ts.OutputCollector()
@@ -126,7 +126,7 @@ def test_a_step_that_failed_is_forgotten_wherever_its_outputs_are(monkeypatch: p
 
 
 class Replayed(nn.Module):
-    """Writes each result to the same memory, of which no version tells."""
+    """Writes each result to the same memory, without a change of the tensor's version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class UsesReplayed(Classifier):
 
 
 def uncompiled(model: Any, *, mode: Any = None, options: Any = None) -> Any:
-    """In place of `torch.compile`."""
+    """A replacement for `torch.compile` that returns the model."""
     return model
 
 
@@ -189,5 +189,5 @@ def test_outputs_of_replayed_graphs_are_copied(compiled: Any, tmp_path: Path, mo
     ],
     ids=str,
 )
-def test_which_options_ask_for_cuda_graphs(compiled: Any, reused: bool) -> None:
+def test_options_that_enable_cuda_graphs_are_recognized(compiled: Any, reused: bool) -> None:
     assert torch_settings.reuses_memory(Classifier(), compiled) is reused

@@ -42,7 +42,7 @@ def test_tuples_and_lists_are_joined_by_position() -> None:
 
 
 @pytest.mark.spec("PMB-08", "F112", "F113")
-def test_dicts_nested_structures_and_objects() -> None:
+def test_nested_structures_are_joined_item_by_item() -> None:
     step = {"logits": torch.ones(2, 3), "text": ["a", "b"], "inner": (torch.tensor(1), None, {"x": torch.ones(1)})}
 
     joined = collected(step, step)
@@ -53,7 +53,7 @@ def test_dicts_nested_structures_and_objects() -> None:
     assert (inner[0].tolist(), inner[1], inner[2]["x"].shape) == ([1, 1], [None, None], (2,))
 
 
-def test_a_list_of_strings_is_taken_by_position() -> None:
+def test_a_list_of_strings_is_joined_by_position() -> None:
     assert collected(["a", 1], ["b", 2]) == [["a", "b"], [1, 2]]
 
 
@@ -73,7 +73,7 @@ def test_collected_outputs_have_no_graph() -> None:
     assert not collected(torch.ones(2, requires_grad=True) * 2)[0].requires_grad
 
 
-def test_nothing_and_reset() -> None:
+def test_a_collector_is_empty_before_outputs_and_after_reset() -> None:
     collector = ts.OutputCollector()
     assert collector.all_outputs == []
     collector.collect(torch.ones(1))
@@ -96,14 +96,14 @@ def test_another_structure_than_before_is_refused(second: Any, message: str) -> 
         collected((torch.ones(1), torch.ones(2, 3)), second)
 
 
-def test_tensors_of_different_lengths_become_a_list_with_one_a_step() -> None:
+def test_tensors_of_different_lengths_become_a_list() -> None:
     first, second = collected((torch.ones(1), torch.ones(2, 3)), (torch.ones(1), torch.ones(2, 5)))
     assert first.shape == (2,)
     assert [tuple(one.shape) for one in second] == [(2, 3), (2, 5)]
 
 
 def test_a_tensor_that_is_changed_afterwards_is_refused() -> None:
-    """Otherwise every step would silently show the last one's values."""
+    """Otherwise the outputs of every step would have the values of the last one."""
     buffer = torch.zeros(2)
     collector = ts.OutputCollector()
     for value in (1.0, 2.0):
@@ -120,7 +120,7 @@ class Output:
     name: str = "step"
 
 
-def test_a_dataclass_is_kept_without_its_graph_and_apart_from_the_step_s_memory() -> None:
+def test_a_dataclass_is_copied_without_graphs() -> None:
     scores, counts = torch.ones(2, requires_grad=True), np.zeros(2)
     given = Output(scores * 2, {"list": [scores * 3, (scores * 4, counts)], "own": Output(scores * 5, None)})
     ((kept,),) = collected(given)
@@ -133,13 +133,15 @@ def test_a_dataclass_is_kept_without_its_graph_and_apart_from_the_step_s_memory(
     counts += 1
     assert kept.scores.tolist() == [2.0, 2.0]
     assert kept.more["list"][1][1].tolist() == [0.0, 0.0]
-    assert given.scores.requires_grad  # the step's own object is as it was
+    assert given.scores.requires_grad  # the object of the step is unchanged
 
 
-def test_a_list_of_dataclasses_or_of_lists_is_kept_without_graphs() -> None:
+def test_dataclasses_in_lists_are_copied_without_graphs() -> None:
     scores = torch.ones(2, requires_grad=True)
-    (kept,) = collected([Output(scores * 2, None), [scores * 3]])[0:1]
-    assert not kept[0].scores.requires_grad
+    (output,), (inner,) = collected([Output(scores * 2, None), [Output(scores * 3, None)]])
+    assert [output.scores.tolist(), inner[0].scores.tolist()] == [[2.0, 2.0], [3.0, 3.0]]
+    assert not output.scores.requires_grad
+    assert not inner[0].scores.requires_grad
 
 
 def test_a_scalar_may_be_changed_afterwards() -> None:

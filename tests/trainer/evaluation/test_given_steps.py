@@ -18,14 +18,14 @@ class TestAStepOfEvaluationGivenToTheTrainer:
         return nn.functional.cross_entropy(module.net(batch[0]), batch[1]) + 100.0
 
     @pytest.mark.spec("FN-09")
-    def test_it_takes_the_place_of_the_modules(self, tmp_path: Path) -> None:
+    def test_it_replaces_the_val_step_of_the_module(self, tmp_path: Path) -> None:
         module = Classifier(validate=True)
         plain = ts.Trainer(module, arguments(tmp_path)).validate().metrics["val/loss"]
         trainer = ts.Trainer(module, arguments(tmp_path, backend="sp-bf16"), val_step=self.own)
         assert trainer.validate().metrics["val/loss"] == pytest.approx(plain + 100.0, abs=0.1)
         assert ts.Trainer(module, arguments(tmp_path)).validate().metrics["val/loss"] == plain
 
-    def test_a_module_needs_no_step_then(self, tmp_path: Path) -> None:
+    def test_the_module_needs_no_val_step(self, tmp_path: Path) -> None:
         class Without(Classifier):
             val_step = ts.ModuleInterface.val_step  # type: ignore[assignment]
 
@@ -33,6 +33,6 @@ class TestAStepOfEvaluationGivenToTheTrainer:
         trainer.train()
         assert trainer.history.get_latest_metric("val/loss") > 100
 
-    def test_one_that_cannot_be_called_so_is_refused(self, tmp_path: Path) -> None:
+    def test_a_function_with_a_wrong_signature_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"def val_step\(module, global_step, batch, device\)"):
             ts.Trainer(Classifier(), arguments(tmp_path), val_step=lambda batch: 1)

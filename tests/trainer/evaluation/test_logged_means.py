@@ -23,7 +23,7 @@ from trainstack.trainer.tracking.provenance import MetricGuard, Provenance
 
 
 class Logs(Classifier):
-    """Logs `values` of the samples of a validation batch; the last of 10 has a batch alone at `val_batch_size=3`."""
+    """Logs the mean of `values` over a batch. With `val_batch_size=3` the last of 10 samples is a batch alone."""
 
     values = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 0, 0, 1])
 
@@ -61,7 +61,7 @@ def test_it_is_the_mean_over_samples_and_recorded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("verb", ["validate", "test"])
-def test_evaluations_alone_return_it(verb: str, log: bool, tmp_path: Path) -> None:
+def test_separate_evaluations_return_it(verb: str, log: bool, tmp_path: Path) -> None:
     trainer = ts.Trainer(Logs(), arguments(tmp_path, val_batch_size=3))
     result = getattr(trainer, verb)(log=log).metrics
     loss = "val/loss" if verb == "validate" else "test/loss"
@@ -69,7 +69,7 @@ def test_evaluations_alone_return_it(verb: str, log: bool, tmp_path: Path) -> No
     assert trainer.history.get_metric_names() == (set(result) if log else set())
 
 
-def test_a_name_that_is_logged_in_some_batches_is_a_mean_over_these(tmp_path: Path) -> None:
+def test_a_value_is_a_mean_over_batches_that_log_it(tmp_path: Path) -> None:
     class Sometimes(Logs):
         def val_step(self, global_step: int, batch: Any, device: Any) -> None:
             first = int(batch[2][0])
@@ -82,7 +82,7 @@ def test_a_name_that_is_logged_in_some_batches_is_a_mean_over_these(tmp_path: Pa
     assert trainer.history.get_metric_values("late") == [pytest.approx((3 * 6 + 9) / 4)]
 
 
-def test_batches_count_by_batch_weight_and_a_batch_without_items_not_at_all(tmp_path: Path) -> None:
+def test_means_are_weighted_by_batch_weight(tmp_path: Path) -> None:
     class Weighted(Logs):
         def batch_weight(self, batch: Any) -> float:
             return float(len(batch) == 2 or batch[2].sum())
@@ -97,7 +97,7 @@ def test_batches_count_by_batch_weight_and_a_batch_without_items_not_at_all(tmp_
     assert "never" not in trainer.history.get_metric_names()
 
 
-def test_values_keep_their_precision_and_may_be_changed_afterwards(tmp_path: Path) -> None:
+def test_values_keep_their_precision_and_may_change_afterwards(tmp_path: Path) -> None:
     class Changes(Logs):
         def val_step(self, global_step: int, batch: Any, device: Any) -> None:
             value = torch.full((1, 1), 2.0**60 if batch[2][0] == 0 else 3.0, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_values_keep_their_precision_and_may_be_changed_afterwards(tmp_path: Pat
 
 
 @pytest.mark.parametrize("value", ["high", torch.zeros(2), None])
-def test_a_value_other_than_a_number_is_refused_where_it_is_logged(value: Any, tmp_path: Path) -> None:
+def test_a_value_other_than_a_number_is_refused(value: Any, tmp_path: Path) -> None:
     class Wrong(Logs):
         def val_step(self, global_step: int, batch: Any, device: Any) -> None:
             with pytest.raises(ts.ConfigurationError, match="metric 'wrong' was given"):
@@ -124,7 +124,7 @@ def test_a_value_other_than_a_number_is_refused_where_it_is_logged(value: Any, t
     train(Wrong(), tmp_path)
 
 
-def test_values_that_train_step_and_hooks_log_are_recorded_each_time(tmp_path: Path) -> None:
+def test_values_of_train_step_and_hooks_are_all_recorded(tmp_path: Path) -> None:
     class Everywhere(Logs):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             self.log("shared", float(global_step))
@@ -143,7 +143,7 @@ def test_values_that_train_step_and_hooks_log_are_recorded_each_time(tmp_path: P
     assert trainer.history.get_metric_values("of_hook") == [7.0, 1.0]
 
 
-def test_monitors_go_by_it(tmp_path: Path) -> None:
+def test_monitors_use_it(tmp_path: Path) -> None:
     """The mean rises and the value of the last batch falls, from epoch to epoch."""
 
     class Rising(Logs):
@@ -170,7 +170,7 @@ def test_monitors_go_by_it(tmp_path: Path) -> None:
 
 
 class TwoLoaders(Logs):
-    """Evaluates 3 and 7 samples; its first validation may be broken off within the second loader."""
+    """Evaluates 3 and 7 samples; its first validation may be interrupted within the second loader."""
 
     breaks = ""
 
@@ -188,7 +188,7 @@ class TwoLoaders(Logs):
 
 
 @pytest.mark.parametrize("breaks", ["", "raises", "stops"])
-def test_over_several_loaders_it_is_one_mean_also_after_an_interruption(breaks: str, tmp_path: Path) -> None:
+def test_it_is_one_mean_over_all_loaders(breaks: str, tmp_path: Path) -> None:
     def run(**changes: Any) -> ts.RunHistory:
         saving = ts.DefaultCheckpointerArguments()
         args = arguments(tmp_path, val_batch_size=2, epochs=2, checkpointer_args=saving, **changes)
@@ -229,7 +229,7 @@ def test_a_private_run_collects_nothing_that_it_does_not_record() -> None:
 
 
 @pytest.mark.distributed
-def test_over_processes_it_is_that_of_one_process_bit_for_bit() -> None:
+def test_it_has_the_same_bits_on_any_number_of_ranks() -> None:
     from tests.helpers.processes import run_world
 
     alone = logged_means("sp")

@@ -1,4 +1,4 @@
-"""Ranks feed metrics with their parts and merge the states: the values are those of one process, bit for bit."""
+"""Each rank updates metrics with its share, and the states are merged: the values have the bits of one process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torchmetrics import Metric
 @pytest.mark.distributed
 @pytest.mark.processes
 @pytest.mark.parametrize(("size", "samples"), [(3, 13), pytest.param(3, 1, marks=pytest.mark.long)])
-def test_values_equal_those_of_one_process_and_updates_are_shared(size: int, samples: int) -> None:
-    """P-K9. With one sample two of three ranks have none."""
+def test_values_equal_one_process_and_updates_are_shared(size: int, samples: int) -> None:
+    """With one sample two of three ranks have none."""
     alone = scale.merged_metrics(samples, backend="sp")
     ranks = run_world(size, scale.merged_metrics, samples=samples)
 

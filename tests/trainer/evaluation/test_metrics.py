@@ -18,7 +18,7 @@ from tests.helpers.modules import CLASSES, FEATURES, Classifier, arguments, numb
 
 
 class Counts:
-    """A metric of one's own: how many of the predictions are right."""
+    """A custom metric: the number of correct predictions."""
 
     def __init__(self) -> None:
         self.reset()
@@ -35,7 +35,7 @@ class Counts:
 
 
 class Measured(Classifier):
-    """Returns (loss, predicted classes), as any module does; `outputs` makes something else of them."""
+    """Returns (loss, predicted classes), or the result of `outputs` for them."""
 
     def __init__(self, metrics: Any, outputs: Any = None, **changes: Any) -> None:
         super().__init__(validate=True, **changes)
@@ -81,7 +81,7 @@ class Named:
     ],
     ids=["loss and predictions", "predictions", "with targets", "preds", "pred", "labels", "dataclass"],
 )
-def test_predictions_and_targets_are_found_in_the_outputs_of_a_step(outputs: Any, tmp_path: Path) -> None:
+def test_metrics_find_predictions_and_targets_in_all_output_forms(outputs: Any, tmp_path: Path) -> None:
     module = Measured({"right": Counts(), "accuracy": accuracy()}, outputs)
     trainer = train(module, tmp_path, epochs=2, val_batch_size=8)
 
@@ -91,7 +91,7 @@ def test_predictions_and_targets_are_found_in_the_outputs_of_a_step(outputs: Any
 
 
 @pytest.mark.spec("PA-38")
-def test_metrics_that_are_parts_of_the_module_are_placed_and_not_saved(tmp_path: Path) -> None:
+def test_metrics_in_the_module_are_moved_and_not_saved(tmp_path: Path) -> None:
     collection = MetricCollection({"accuracy": accuracy(), "f1": MulticlassF1Score(CLASSES)})
     module = Measured(collection)
     trainer = train(module, tmp_path)
@@ -101,7 +101,7 @@ def test_metrics_that_are_parts_of_the_module_are_placed_and_not_saved(tmp_path:
     assert not any("metrics" in name for name in module.get_state())
 
 
-def test_metrics_leave_weights_and_random_numbers_alone(tmp_path: Path) -> None:
+def test_metrics_do_not_change_weights_or_random_states(tmp_path: Path) -> None:
     class Draws(Counts):
         def update(self, preds: Tensor, target: Tensor) -> None:
             torch.rand(5)
@@ -119,7 +119,7 @@ class Loaders(Measured):
         return {name: DataLoader(numbers(size), batch_size=batch_size) for name, size in (("one", 5), ("two", 9))}
 
 
-def test_a_loader_may_have_its_own_metrics(tmp_path: Path) -> None:
+def test_a_loader_may_have_separate_metrics(tmp_path: Path) -> None:
     trainer = train(Loaders({"all": Counts(), "two": {"own": Counts()}}), tmp_path)
     names = {name for name in trainer.history.get_metric_names() if name.startswith("val/")}
     assert names == {"val/one/loss", "val/two/loss", "val/one/all", "val/two/all", "val/two/own"}
@@ -129,7 +129,7 @@ def test_a_loader_may_have_its_own_metrics(tmp_path: Path) -> None:
         train(Loaders({"three": {"own": Counts()}}), tmp_path)
 
 
-def test_the_trainer_s_metrics_go_before_the_module_s_which_may_come_from_a_method(tmp_path: Path) -> None:
+def test_metrics_of_the_trainer_replace_those_of_the_module(tmp_path: Path) -> None:
     class Method(Classifier):
         made = 0
 
@@ -147,7 +147,7 @@ def test_the_trainer_s_metrics_go_before_the_module_s_which_may_come_from_a_meth
 
 
 @pytest.mark.spec("PA-19", "HZ-30", "PA-20")
-def test_evaluating_alone_returns_metrics_and_records_nothing_unless_asked(tmp_path: Path) -> None:
+def test_separate_evaluations_record_metrics_only_on_request(tmp_path: Path) -> None:
     class Logs(Measured):
         def on_end_val_epoch(self, global_step: int, key: str = "default") -> None:
             self.log("of_hook", 3)
@@ -176,9 +176,7 @@ def test_evaluating_alone_returns_metrics_and_records_nothing_unless_asked(tmp_p
     assert len(trainer.history.get_metric_values("val/right")) == 2
 
 
-def test_a_value_other_than_one_number_is_returned_and_not_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metric_of_several_numbers_is_returned_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = Measured({"matrix": MulticlassConfusionMatrix(CLASSES)})
     trainer = train(module, tmp_path, epochs=2)
     assert "val/matrix" not in trainer.history.get_metric_names()
@@ -216,7 +214,7 @@ def test_supervised_modules_feed_outputs_and_targets(tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
-def test_a_dict_is_matched_with_the_parameters_of_each_metric(tmp_path: Path) -> None:
+def test_each_metric_gets_matching_items_of_a_dict(tmp_path: Path) -> None:
     class Sizes:
         total = 0
 
@@ -237,8 +235,8 @@ def test_a_dict_is_matched_with_the_parameters_of_each_metric(tmp_path: Path) ->
     assert "val/right" in trainer.history.get_metric_names()
 
 
-class TestWhatIsRefused:
-    def test_no_metric(self, tmp_path: Path) -> None:
+class TestRefusals:
+    def test_an_invalid_metric_is_refused(self, tmp_path: Path) -> None:
         for wrong, words in (
             (3, "metrics is a int"),
             ({"a": 1}, r"metrics\['a'\] is a int"),
@@ -250,11 +248,11 @@ class TestWhatIsRefused:
             with pytest.raises(ts.ConfigurationError, match=words):
                 train(Measured(wrong), tmp_path)
 
-    def test_nothing_to_feed(self, tmp_path: Path) -> None:
+    def test_outputs_without_predictions_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ModuleContractError, match=r"returned only a loss.*metric_inputs"):
             train(Measured({"a": Counts()}, lambda loss, *_: loss), tmp_path)
 
-    def test_a_parameter_that_nothing_is_called_like(self, tmp_path: Path) -> None:
+    def test_an_update_parameter_without_a_match_is_refused(self, tmp_path: Path) -> None:
         class Odd(Counts):
             def update(self, thing: Tensor) -> None:  # type: ignore[override]
                 pass
@@ -265,7 +263,7 @@ class TestWhatIsRefused:
             train(Measured({"odd": Odd()}, lambda loss, predicted, _: {"loss": loss, "found": predicted}), tmp_path)
         assert "raised in update of the metric 'odd'" in " ".join(raised.value.__notes__)
 
-    def test_other_inputs(self, tmp_path: Path) -> None:
+    def test_metric_inputs_of_a_wrong_form_are_refused(self, tmp_path: Path) -> None:
         class Wrong(Measured):
             def metric_inputs(self, outputs: Any, batch: Any) -> Any:
                 return outputs[1]
@@ -274,7 +272,7 @@ class TestWhatIsRefused:
             train(Wrong({"a": Counts()}), tmp_path)
 
 
-def test_batches_may_be_left_out(tmp_path: Path) -> None:
+def test_metric_inputs_may_skip_batches(tmp_path: Path) -> None:
     class Leaves(Measured):
         def metric_inputs(self, outputs: Any, batch: Any) -> Any:
             return None
@@ -285,8 +283,8 @@ def test_batches_may_be_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.spec("FN-13")
 @pytest.mark.distributed
-def test_over_processes_and_an_uneven_set_every_value_is_that_of_one_process() -> None:
-    """101 samples; means and sums of floats among the metrics, which depend on the order of adding."""
+def test_values_equal_one_process_on_uneven_shares() -> None:
+    """101 samples. Some metrics are means and sums of floats, which depend on the order of addition."""
     from tests.helpers.processes import run_world
     from tests.helpers.workers.evaluation import measured
 
@@ -294,7 +292,7 @@ def test_over_processes_and_an_uneven_set_every_value_is_that_of_one_process() -
     assert [name for name, *_ in alone["history"][::2]] == [
         *("val/all/accuracy", "val/all/auroc", "val/mean", "val/rounds/sum", "val/rounds/texts"),
     ]
-    for rank in run_world(3, measured, directory="unused"):
+    for rank in run_world(2, measured, directory="unused"):
         assert rank["history"] == alone["history"]
         assert rank["alone"] == alone["alone"]
 

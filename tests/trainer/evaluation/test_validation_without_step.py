@@ -51,18 +51,18 @@ class TestValidationDataWithoutAStep:
     def test_none_means_no_data(self, tmp_path: Path) -> None:
         assert train(Validated(data=False), tmp_path).global_steps_finished == 2
 
-    def test_nothing_is_refused_or_asked_where_no_validation_comes(self, tmp_path: Path) -> None:
+    def test_validation_data_are_not_requested_without_a_validation(self, tmp_path: Path) -> None:
         module = Validated()
         assert train(module, tmp_path, validate_every=0).global_steps_finished == 2
         assert module.asked == 0
 
-    def test_a_step_that_the_trainer_is_given_is_one(self, tmp_path: Path) -> None:
+    def test_a_val_step_of_the_trainer_suffices(self, tmp_path: Path) -> None:
         module = Validated()
         trainer = ts.Trainer(module, arguments(tmp_path, epochs=2), val_step=step_of_ones_own)
         trainer.train()
         assert (trainer.global_steps_finished, module.asked) == (4, 2)
 
-    def test_a_forward_that_does_without_it_is_one(self, tmp_path: Path) -> None:
+    def test_a_custom_forward_suffices(self, tmp_path: Path) -> None:
         class Forwards(Validated):
             def forward(self, stage: Any, global_step: int, batch: Any, device: Any) -> Any:
                 return self.train_step(global_step, batch, device)
@@ -82,7 +82,7 @@ class Found:
     [0.5, (0.5, torch.zeros(8)), {"loss": 1}, Found(numpy.float32(0.5))],
     ids=["alone", "tuple", "dict", "data"],
 )
-def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
+def test_a_number_as_validation_loss_is_logged_once(
     returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = broken(val_step=lambda self, **given: returned)
@@ -100,7 +100,7 @@ def test_a_loss_of_validation_that_is_a_plain_number_is_said_once(
 @pytest.mark.parametrize(
     "returned", [None, {"preds": torch.zeros(8)}, (torch.zeros(8), 0.5), torch.tensor(0.5)], ids=str
 )
-def test_a_validation_without_a_loss_or_with_one_is_left_alone(
+def test_other_validation_outputs_are_not_logged(
     returned: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = broken(val_step=lambda self, **given: returned)

@@ -21,7 +21,7 @@ from tests.helpers.modules import Classifier, arguments, numbers
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 9])
-def test_validation_weighs_by_samples_even_where_a_batch_does_not_tell(batch_size: int, tmp_path: Path) -> None:
+def test_validation_is_weighted_by_samples_for_any_batch(batch_size: int, tmp_path: Path) -> None:
     class Detection(Classifier):
         def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
             pictures = [(torch.zeros(3, 4, 4), index) for index in range(9)]
@@ -34,7 +34,7 @@ def test_validation_weighs_by_samples_even_where_a_batch_does_not_tell(batch_siz
     assert trainer.validate().metrics["val/loss"] == pytest.approx(1 / 9)
 
 
-def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
+def test_a_batch_of_unknown_size_is_refused() -> None:
     with pytest.raises(ts.ModuleContractError, match="batch_weight"):
         Classifier().batch_weight(((torch.zeros(3, 4), torch.zeros(3, 5)), (1, 2)))
 
@@ -48,7 +48,7 @@ def test_a_batch_that_does_not_tell_its_samples_is_refused() -> None:
     ],
     ids=["tensor", "tuple", "dict"],
 )
-def test_outputs_of_an_interrupted_step_are_removed_from_every_structure(outputs_of: Any) -> None:
+def test_outputs_of_an_interrupted_step_are_removed(outputs_of: Any) -> None:
     interrupted, expected = ts.OutputCollector(), ts.OutputCollector()
     for step in (0, 1, 2):  # the first micro-batches of step 1 end, then it raises
         interrupted.collect(outputs_of(step))
@@ -71,7 +71,7 @@ def describe(outputs: Any) -> Any:
     return outputs.tolist() if isinstance(outputs, torch.Tensor) else outputs
 
 
-def test_collected_outputs_hold_the_returned_values_and_no_more() -> None:
+def test_collected_outputs_hold_no_memory_beyond_their_values() -> None:
     collector = ts.OutputCollector()
     base = torch.zeros(1000, 1000)
     buffer = np.zeros(2)
@@ -90,7 +90,7 @@ def test_collected_outputs_hold_the_returned_values_and_no_more() -> None:
         empty.collect(((), [torch.ones(1, requires_grad=True)]))
 
 
-def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -> None:
+def test_states_are_not_collected_without_a_checkpoint(tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=2))
     trainer.get_state = lambda: pytest.fail("its state was read without a use")  # type: ignore[method-assign]
     trainer.save_model_checkpoint = lambda: None  # type: ignore[method-assign]
@@ -112,7 +112,7 @@ def test_nothing_is_collected_for_a_checkpoint_that_is_not_due(tmp_path: Path) -
         ("counted by indices", "5 samples were evaluated and the data set has 10"),
     ],
 )
-def test_an_evaluation_over_other_samples_than_the_data_set_is_told_once(
+def test_an_evaluation_of_other_samples_is_logged_once(
     kind: str, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = numbers(10)

@@ -1,4 +1,4 @@
-"""Evaluation by a trainer that trains nothing, on any data, with outputs of any lengths."""
+"""Evaluation without training, on any data, with outputs of any lengths."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LENGTHS = (2, 1, 3, 1, 2, 2, 4)
 
 
 class EvaluatesOnly(Classifier):
-    """All that belongs to training raises."""
+    """Methods for training raise."""
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
-        raise AssertionError("asked for training data")
+        raise AssertionError("training data are requested")
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
-        raise AssertionError("asked for optimizers")
+        raise AssertionError("optimizers are requested")
 
     def test_step(self, global_step: int, batch: Any, device: Any) -> Any:
         return self.val_step(global_step, batch, device)
@@ -74,7 +74,7 @@ class Sentences:
 
 def predicted(directory: str, backend: str = "ddp") -> dict[str, Any]:
     """Predictions of different lengths, in each of the three forms; as plain lists."""
-    # a training batch that two processes cannot share does not matter here
+    # 7: an evaluation does not need a training batch that two processes can share
     trainer = ts.Trainer(Rows(), arguments(directory, backend=backend, val_batch_size=2, train_batch_size=7))
     listed = trainer.predict(Sentences())
     padded = trainer.predict(Sentences(), pad_value=-9)
@@ -102,7 +102,7 @@ def test_predictions_of_different_lengths_are_a_list_padded_or_streamed(tmp_path
 
 
 @pytest.mark.distributed
-def test_two_processes_give_the_same_lists_padded_tensors_and_streams(tmp_path: Path) -> None:
+def test_predictions_on_two_ranks_equal_those_of_one(tmp_path: Path) -> None:
     one = predicted(str(tmp_path), "sp")
     assert run_world(2, predicted, directory=str(tmp_path / "two")) == [one, one]
 
@@ -129,7 +129,7 @@ def test_an_export_is_evaluated_without_training_data_and_optimizers(tmp_path: P
     assert trainer.validate().metrics["val/loss"] == expected
     assert trainer.test(numbers(41)).metrics["test/loss"] == expected
     assert torch.equal(trainer.predict(numbers(41)).argmax(1), trained.validate()["default"][1])
-    with pytest.raises(AssertionError, match="asked for training data"):
+    with pytest.raises(AssertionError, match="training data are requested"):
         trainer.train()
 
 
@@ -162,7 +162,7 @@ def test_an_evaluation_before_training_changes_no_bit_of_it(backend: str, tmp_pa
 
 
 @pytest.mark.spec("PA-19")
-def test_the_call_says_batch_size_and_collator(tmp_path: Path) -> None:
+def test_batch_size_and_collate_fn_are_arguments_of_evaluations(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def collate(rows: Any) -> Any:
@@ -178,7 +178,7 @@ def test_the_call_says_batch_size_and_collator(tmp_path: Path) -> None:
         trainer.validate(DataLoader(numbers(5)), batch_size=2)
 
 
-def test_a_supervised_module_without_training_data_evaluates_and_refuses_to_train(tmp_path: Path) -> None:
+def test_a_supervised_module_without_training_data_can_evaluate(tmp_path: Path) -> None:
     module = ts.SupervisedModule(nn.Linear(6, 3), nn.CrossEntropyLoss(), val_dataset=numbers(9))
     trainer = ts.Trainer(module, arguments(tmp_path))
     assert list(trainer.validate().metrics) == ["val/loss"]
@@ -190,7 +190,7 @@ def test_a_supervised_module_without_training_data_evaluates_and_refuses_to_trai
         trainer.train()
 
 
-def test_a_stream_evaluates_as_it_is_read_and_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+def test_a_stream_evaluates_lazily_and_restores_the_module(tmp_path: Path) -> None:
     module = EvaluatesOnly(dropout=0.5)
     trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=10))
     stream = trainer.predict(numbers(41), stream=True)
@@ -214,7 +214,7 @@ def test_a_stream_evaluates_as_it_is_read_and_leaves_the_module_as_it_was(tmp_pa
     ("pad_value", "convert"),
     [(-0.5, Tensor.long), (2, Tensor.bool), (-1, lambda rows: rows.to(torch.uint8)), (float("nan"), Tensor.long)],
 )
-def test_a_pad_value_that_the_dtype_does_not_hold_is_refused(pad_value: Any, convert: Any, tmp_path: Path) -> None:
+def test_a_pad_value_outside_of_the_dtype_is_refused(pad_value: Any, convert: Any, tmp_path: Path) -> None:
     class Converted(Rows):
         def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return convert(batch)
@@ -225,7 +225,7 @@ def test_a_pad_value_that_the_dtype_does_not_hold_is_refused(pad_value: Any, con
         trainer.predict(rows, batch_size=2, collate_fn=pad, pad_value=pad_value)
 
 
-def test_data_and_batch_sizes_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_invalid_data_and_batch_sizes_are_refused(tmp_path: Path) -> None:
     trainer = ts.Trainer(Rows(), arguments(tmp_path))
     with pytest.raises(ts.ConfigurationError, match="gave None instead of data"):
         trainer.predict(None)
@@ -238,7 +238,7 @@ def test_data_and_batch_sizes_that_mean_nothing_are_refused(tmp_path: Path) -> N
             trainer.validate(batch_size=size)
 
 
-def test_a_batch_size_makes_batches_of_an_iterable_data_set(tmp_path: Path) -> None:
+def test_batch_size_applies_to_an_iterable_dataset(tmp_path: Path) -> None:
     class Numbers(IterableDataset[Tensor]):
         def __iter__(self) -> Any:
             return iter(torch.arange(7.0)[:, None])
@@ -248,7 +248,7 @@ def test_a_batch_size_makes_batches_of_an_iterable_data_set(tmp_path: Path) -> N
     assert [one["ids"].flatten().tolist() for one in found] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_lists_with_an_item_for_each_sample_are_told_the_way(tmp_path: Path) -> None:
+def test_lists_of_outputs_are_refused_with_a_correction(tmp_path: Path) -> None:
     class Texts(Rows):
         def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return [str(row) for row in batch]
@@ -258,9 +258,7 @@ def test_lists_with_an_item_for_each_sample_are_told_the_way(tmp_path: Path) -> 
         trainer.predict(TensorDataset(torch.ones(5)), batch_size=2, collate_fn=lambda rows: [row[0] for row in rows])
 
 
-def test_averaged_weights_of_a_checkpoint_that_are_not_evaluated_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unused_averaged_weights_of_a_checkpoint_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def made(resume: Any, *callbacks: Any) -> ts.Trainer:
         args = arguments(tmp_path, resume=resume, checkpointer_args=ts.DefaultCheckpointerArguments())
         return ts.Trainer(Classifier(validate=True), args, callbacks=callbacks)

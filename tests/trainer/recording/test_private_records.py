@@ -1,4 +1,4 @@
-"""The step log of a private run has nothing that depends on the records that were sampled."""
+"""The step log of a private run does not depend on the sampled records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDS = 41
 
 
 def blocks_of(folder: Path, changed: int | None, **changes: Any) -> list[Block]:
-    """The log of a run on a data set, or on one in which a record is another."""
+    """The log of a run on a data set, or on one in which the record `changed` differs."""
     inputs, labels = (tensor.clone() for tensor in numbers(RECORDS).tensors)
     if changed is not None:
         inputs[changed], labels[changed] = inputs[changed] + 3.0, (labels[changed] + 1) % 3
@@ -33,7 +33,7 @@ def blocks_of(folder: Path, changed: int | None, **changes: Any) -> list[Block]:
 
 @pytest.mark.parametrize("mode", ["steps", "full"])
 def test_neighbouring_data_sets_give_the_same_bytes(mode: str, tmp_path: Path) -> None:
-    """Every block but those that name the run and its checkpoints, whose hashes are of files that are covered."""
+    """All blocks are compared except those that name the run and its checkpoints by hashes of covered files."""
     one = blocks_of(tmp_path / "one", None, record=mode)
     other = blocks_of(tmp_path / "other", 7, record=mode)
     assert [block.kind for block in one] == [block.kind for block in other]

@@ -1,4 +1,4 @@
-"""Each rank has a step log: its own share of the loss, its own samples, its own random states."""
+"""Each rank has a step log with its share of the loss, its samples and its random states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainstack.step_log import contradicting_checkpoints, ranks_of, read_step_l
 pytestmark = pytest.mark.distributed
 
 
-def test_two_ranks_record_their_own_parts_and_one_rank_continues(tmp_path: Path) -> None:
+def test_two_ranks_record_their_parts_and_one_rank_continues(tmp_path: Path) -> None:
     assert run_world(2, recorded, directory=str(tmp_path / "two")) == [8, 8]
     recorded(str(tmp_path / "one"), backend="sp")
 
@@ -40,7 +40,7 @@ def test_two_ranks_record_their_own_parts_and_one_rank_continues(tmp_path: Path)
     assert mine.generators["torch"] != theirs.generators["torch"]
     assert mine.batch != theirs.batch
 
-    # Continued from step 6 on one rank: the second rank's steps after it are not those that led to the newest state.
+    # Continued from step 6 on one rank: later steps of the second rank did not lead to the newest state.
     checkpoint = next(info for info in ts.list_checkpoints(run / "checkpoints") if info.global_step == 6)
     module = Classifier(numbers(24), dropout=0.2, optimizer=torch.optim.Adam)
     ts.Trainer(
@@ -54,7 +54,7 @@ def test_two_ranks_record_their_own_parts_and_one_rank_continues(tmp_path: Path)
 
 
 def test_the_shares_of_the_ranks_add_up_to_the_loss(tmp_path: Path) -> None:
-    """Without dropout, in float64, the two shares are the loss of the whole batch."""
+    """Without dropout the two shares add up to the loss of the whole batch."""
     run_world(2, recorded, directory=str(tmp_path / "two"), dropout=0.0)
     recorded(str(tmp_path / "one"), backend="sp", dropout=0.0)
     shares = [read_step_log(tmp_path / "two", rank).entries["loss"] for rank in (0, 1)]

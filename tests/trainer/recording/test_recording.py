@@ -24,7 +24,7 @@ SAVES: dict[str, Any] = {"checkpointer_args": ts.DefaultCheckpointerArguments(ev
 
 
 class Indexed(Dataset[tuple[Tensor, Tensor]]):
-    """Notes the samples that it is asked for."""
+    """Records the indices of fetched samples."""
 
     def __init__(self, count: int) -> None:
         self.base, self.asked = numbers(count), list[int]()
@@ -38,7 +38,7 @@ class Indexed(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Noting(Classifier):
-    """Notes its losses, its learning rates and, after each step, its weights."""
+    """Records its losses and, after each step, digests of its weights."""
 
     def __init__(self, count: int = 40, **changes: Any) -> None:
         super().__init__(Indexed(count), **changes)
@@ -72,7 +72,7 @@ def test_each_entry_has_the_bits_of_its_step(tmp_path: Path) -> None:
 
     dataset = module.dataset
     trainer.train()
-    asked = dataset.asked[-36:]  # those before were hashed for the start
+    asked = dataset.asked[-36:]  # earlier ones were fetched for the hashes of the start
     log = read_step_log(tmp_path)
     entries, losses = log.entries, module.seen["loss"]
     assert entries["step"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -88,7 +88,7 @@ def test_each_entry_has_the_bits_of_its_step(tmp_path: Path) -> None:
     assert [end.status for end in log.ends] == ["finished"]
 
 
-def test_the_samples_of_an_order_of_the_loaders_own_are_not_known(tmp_path: Path) -> None:
+def test_samples_of_a_custom_order_are_not_recorded(tmp_path: Path) -> None:
     class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         def __iter__(self) -> Any:
             return iter(numbers(16))
@@ -125,7 +125,7 @@ def test_the_full_record_has_each_gradient_weight_and_state(tmp_path: Path) -> N
     assert len({log.details(step).optimizer_states.tobytes() for step in (1, 2, 3)}) == 3  # type: ignore[union-attr]
 
 
-def test_equal_runs_have_equal_records_and_others_differ_where_they_do(tmp_path: Path) -> None:
+def test_records_differ_exactly_where_runs_differ(tmp_path: Path) -> None:
     def record(name: str, **changes: Any) -> Any:
         torch.manual_seed(changes.pop("generator", 0))
         edited = changes.pop("edited", False)
@@ -159,7 +159,7 @@ def test_equal_runs_have_equal_records_and_others_differ_where_they_do(tmp_path:
     assert other.entries["rates"][0] != first.entries["rates"][0]
 
 
-def test_details_come_at_the_first_step_and_at_log_points_that_are_far_apart(tmp_path: Path) -> None:
+def test_details_are_at_the_first_step_and_distant_log_points(tmp_path: Path) -> None:
     train(Classifier(numbers(500)), tmp_path, train_batch_size=2, log_every=70, **WRITES)
     assert DETAILS_EVERY == 200
     assert read_step_log(tmp_path).steps_with_details() == [1, 210]
@@ -176,7 +176,7 @@ def test_a_skipped_step_is_marked(tmp_path: Path) -> None:
     assert np.isinf(entries["loss"]).tolist() == [False, True, False, False]
 
 
-def test_a_step_that_ends_the_run_by_its_loss_is_recorded(tmp_path: Path) -> None:
+def test_steps_before_a_nonfinite_error_are_recorded(tmp_path: Path) -> None:
     class Poisoned(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return super().train_step(global_step, batch, device) * (float("nan") if global_step == 3 else 1.0)
@@ -199,7 +199,7 @@ def test_an_evaluation_writes_no_log(tmp_path: Path) -> None:
     assert ranks_of(tmp_path) == []
 
 
-def test_the_description_of_the_start_names_everything_that_the_bits_depend_on(tmp_path: Path) -> None:
+def test_the_start_has_arguments_environment_code_data_and_weights(tmp_path: Path) -> None:
     module = Classifier(numbers(24))
     before = digest_tensors(module.parameters())
     train(module, tmp_path, epochs=2, seed=5, **WRITES, **SAVES)
@@ -212,7 +212,7 @@ def test_the_description_of_the_start_names_everything_that_the_bits_depend_on(t
     assert [int(text, 16) for text in start.description["weights"].values()] == before
 
 
-def test_a_log_that_cannot_be_written_is_given_up_with_a_warning(
+def test_an_unwritable_log_is_abandoned_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     append, calls = LogFile.append, list[int]()

@@ -23,7 +23,7 @@ MADE: dict[str, Any] = {
 
 
 class Failing(Classifier):
-    """Fails in one step, if it is told to."""
+    """Fails in the step `fails_at`."""
 
     fails_at = 0
     factor = 1.0
@@ -48,7 +48,7 @@ def run(folder: Path, fails_at: int = 0, *, factor: float = 1.0, **changes: Any)
 
 
 def test_a_resumed_run_has_the_record_of_an_unbroken_one(tmp_path: Path) -> None:
-    """It fails after step 6 was recorded, in an epoch of 5 steps, and continues from step 5; and once more from 8."""
+    """It fails after step 6 was recorded, in an epoch of 5 steps, and continues from step 5, and later from step 8."""
     run(tmp_path / "whole")
     run(tmp_path / "broken", 8)
     run(tmp_path / "broken", 10, resume=True)
@@ -70,7 +70,7 @@ def test_a_resumed_run_has_the_record_of_an_unbroken_one(tmp_path: Path) -> None
     assert all(start.resumed_head in log.heads for start in log.segments[1:])
 
 
-def test_a_step_that_is_made_again_with_other_bits_is_found(tmp_path: Path) -> None:
+def test_a_repeated_step_with_other_bits_is_found(tmp_path: Path) -> None:
     run(tmp_path, 8)
     run(tmp_path, resume=True, factor=1.5)
     assert read_step_log(tmp_path).repeated == {6: ("loss", "norm")}
@@ -85,7 +85,7 @@ def test_checkpoints_are_noted_with_the_root_of_their_tensors(tmp_path: Path) ->
     assert all(note.root and note.manifest and note.head in log.heads for note in log.checkpoints)
 
 
-def test_checkpoints_that_are_written_in_the_background_are_noted(tmp_path: Path) -> None:
+def test_checkpoints_written_in_the_background_are_noted(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=4, keep_last=None, async_save=True)
     run(tmp_path, checkpointer_args=saving)
     log = read_step_log(tmp_path)
@@ -109,9 +109,7 @@ def test_a_cut_tail_contradicts_the_checkpoints_after_it(tmp_path: Path, caplog:
     assert "segment 1 resumed a checkpoint of global step 8" in said
 
 
-def test_a_write_that_a_kill_has_torn_is_cut_at_the_next_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_incomplete_write_is_cut_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, 8)
     path = log_path(tmp_path, 0)
     size = path.stat().st_size
@@ -125,7 +123,7 @@ def test_a_write_that_a_kill_has_torn_is_cut_at_the_next_start(
     assert path.with_suffix(".cut-1").exists()
 
 
-def test_a_run_that_continues_another_in_a_new_folder_has_its_own_log(tmp_path: Path) -> None:
+def test_a_run_continued_elsewhere_has_a_separate_log(tmp_path: Path) -> None:
     run(tmp_path / "first", 8)
     run(tmp_path / "second", resume=str(tmp_path / "first" / "checkpoints"))
     log = read_step_log(tmp_path / "second")

@@ -1,4 +1,4 @@
-"""A `run.json` that no run has written ends in one sentence, never in a traceback."""
+"""A forged `run.json` gives an error of one sentence, never a traceback."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HOSTILE = [
 
 
 def variants(values: Any) -> Iterator[Any]:
-    """`values` with one part after the other replaced by each of `HOSTILE`, or left out."""
+    """`values` with one part after another replaced by each of `HOSTILE`, or removed."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield {name: one for name, one in values.items() if name != key}
@@ -60,12 +60,14 @@ def variants(values: Any) -> Iterator[Any]:
         yield from ([other, *values[1:]] for other in variants(values[0]))
 
 
-def test_every_part_may_be_anything(facts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_value_of_any_part_causes_a_traceback(
+    facts: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     codes = set()
     for values in variants(facts):
         (tmp_path / "run.json").write_text(json.dumps(values))
         for command in (["report", str(tmp_path)], ["interrupted", str(tmp_path)]):
-            codes.add(main(command))  # which raises errors that are not the library's own
+            codes.add(main(command))  # which raises any error other than the library's
         said = capsys.readouterr()
         assert "Traceback" not in said.err
         assert len(said.err.splitlines()) <= 2
@@ -87,7 +89,7 @@ def test_every_part_may_be_anything(facts: dict[str, Any], tmp_path: Path, capsy
         "",
     ],
 )
-def test_nested_and_broken_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nested_and_truncated_files_are_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_text(text)
 
     assert main(["report", str(tmp_path)]) != 0
@@ -97,14 +99,14 @@ def test_nested_and_broken_files(text: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("row", ["9" * 30 + ",0,a,1.0", "1,0,=a,1.0", "1,0,\0,1.0", '1,0,"a,1.0', "1,0,a,1e999"])
-def test_hostile_rows_are_passed_over(row: str, tmp_path: Path) -> None:
+def test_invalid_rows_are_ignored(row: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text(f"step,epoch,name,value\n{row}\n1,0,good,2.0\n")
 
     assert main(["report", str(tmp_path)]) == 0
     assert ts.read_history(tmp_path).get_metric_values("good") == [2.0]
 
 
-def test_hostile_lines_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
     good = '{"name": "good", "value": 2.0, "step": 1, "epoch": 0}\n'
     nested = '{"name": "a", "value": ' + "[" * 100_000 + "\n"
     large = '{"name": "a", "value": 1, "step": 1' + "0" * 40 + ', "epoch": 0}\n'
@@ -113,7 +115,7 @@ def test_hostile_lines_are_passed_over(tmp_path: Path) -> None:
     assert ts.read_history(tmp_path).get_metric_names() == {"good"}
 
 
-def test_a_resumed_run_renames_a_broken_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_renames_an_invalid_run_json(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path)
     (tmp_path / "run.json").write_text("[" * 100_000)
     train(tmp_path, resume=True, epochs=2)

@@ -1,4 +1,4 @@
-"""A report as a reader sees it: in a real browser, by pixels, by the document and by its network requests."""
+"""The report in a real browser: its pixels, its document and its network requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVIL = "<img src=x onerror=document.title='broken'>"
 
 
 class Named(Classifier):
-    """Its parts and metrics have names that a careless page would run."""
+    """The names of its layers and metrics are HTML that a page without escaping would run."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(validate=True, scheduler=True, **changes)
@@ -54,7 +54,7 @@ def pixels(browser: Browser, folder: Path) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_curves_are_seen_in_light_and_in_dark(browser: Browser, page: Path, tmp_path: Path, dark: bool) -> None:
+def test_curves_are_visible_in_light_and_in_dark(browser: Browser, page: Path, tmp_path: Path, dark: bool) -> None:
     browser.open(page, dark=dark)
     browser.ask("document.querySelector('figure').scrollIntoView()")
     seen = pixels(browser, tmp_path)
@@ -66,12 +66,12 @@ def test_curves_are_seen_in_light_and_in_dark(browser: Browser, page: Path, tmp_
         rows, columns = np.nonzero(np.abs(seen - colour).sum(-1) < 30)
         box = browser.ask("(b => [b.left, b.right])(document.querySelector('svg').getBoundingClientRect())")
         within = (columns > box[0]) & (columns < box[1])
-        assert within.sum() > 150, f"curve {series} is not to be seen"
+        assert within.sum() > 150, f"curve {series} is not visible"
         assert np.ptp(columns[within]) > 200
         assert np.ptp(rows[within]) > 20
 
 
-def test_it_asks_for_nothing_and_runs_nothing_but_its_own_script(browser: Browser, page: Path) -> None:
+def test_the_page_makes_no_request_and_runs_one_script(browser: Browser, page: Path) -> None:
     browser.open(page)
 
     requests = [given["request"]["url"] for method, given in browser.events if method == "Network.requestWillBeSent"]
@@ -84,15 +84,15 @@ def test_it_asks_for_nothing_and_runs_nothing_but_its_own_script(browser: Browse
     assert EVIL in browser.ask("document.body.innerText")
 
 
-def test_a_foreign_script_would_not_run(browser: Browser, page: Path, tmp_path: Path) -> None:
-    """Even if something were not escaped."""
+def test_an_injected_script_does_not_run(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """The content security policy protects text that was not escaped."""
     broken = tmp_path / "broken.html"
     broken.write_text(page.read_text().replace("</main>", "<script>document.title='broken'</script></main>"))
     browser.open(broken)
     assert browser.ask("document.title") == "Named: run report"
 
 
-def test_the_pointer_reads_off_the_values_of_a_step(browser: Browser, page: Path) -> None:
+def test_the_pointer_shows_the_values_of_a_step(browser: Browser, page: Path) -> None:
     browser.open(page)
     box = browser.ask(
         "(b => [b.left, b.top, b.width, b.height])(document.querySelector('svg').getBoundingClientRect())"
@@ -109,6 +109,6 @@ def test_the_pointer_reads_off_the_values_of_a_step(browser: Browser, page: Path
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_it_fits_a_phone_and_a_desk(browser: Browser, page: Path, width: int) -> None:
+def test_the_page_fits_a_phone_and_a_desktop(browser: Browser, page: Path, width: int) -> None:
     browser.open(page, width=width)
     assert browser.ask("document.documentElement.scrollWidth") <= width

@@ -31,7 +31,7 @@ class Logs(Classifier):
 
 
 @pytest.mark.spec("PA-37", "PA-39", "HZ-31")
-def test_history_and_csv_hold_every_value_with_its_step_and_epoch(tmp_path: Path) -> None:
+def test_history_and_csv_have_the_same_values(tmp_path: Path) -> None:
     trainer = train(Logs(validate=True, scheduler=True), tmp_path, epochs=2, log_every=4, writers=["csv"])
 
     history = trainer.history
@@ -45,12 +45,17 @@ def test_history_and_csv_hold_every_value_with_its_step_and_epoch(tmp_path: Path
 
 
 @pytest.mark.spec("F309", "HZ-31")
-@pytest.mark.parametrize("log_every", [1, 5, 100])
-@pytest.mark.parametrize("breaks_in", ["a step", "the epoch's line"])
-def test_a_resumed_run_continues_the_files_and_they_end_as_those_of_an_unbroken_run(
-    tmp_path: Path, log_every: int, breaks_in: str
-) -> None:
-    """Also where log points lie between checkpoints, and where rows of the checkpoint's own step come again."""
+@pytest.mark.parametrize(
+    ("breaks_in", "log_every"),
+    [
+        ("a step", 5),
+        ("the epoch's line", 1),
+        *(pytest.param("a step", steps, marks=pytest.mark.long) for steps in (1, 100)),
+        *(pytest.param("the epoch's line", steps, marks=pytest.mark.long) for steps in (5, 100)),
+    ],
+)
+def test_files_of_a_resumed_run_equal_an_unbroken_run(tmp_path: Path, log_every: int, breaks_in: str) -> None:
+    """Also with log points between checkpoints, and with rows of the checkpoint's step that are repeated."""
     saving = ts.DefaultCheckpointerArguments(every_n_steps=3)
     made: dict[str, Any] = {"epochs": 2, "log_every": log_every, "checkpointer_args": saving}
     files = ["csv", "jsonl"]
@@ -82,7 +87,7 @@ class BreaksInStep(Logs):
 
 
 class BreaksAtLine(ts.Writer):
-    """Ends the process, as it were, when the second epoch's rows are written and its checkpoint is not."""
+    """Interrupts the run after the rows of the second epoch and before its checkpoint."""
 
     def write(self, records: Any) -> None:
         pass
@@ -101,7 +106,7 @@ def test_log_points_may_be_a_fraction_of_all_steps(tmp_path: Path) -> None:
             arguments(tmp_path, log_every=wrong)
 
 
-def test_the_epoch_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_epoch_line_has_loss_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(Logs(validate=True), tmp_path, epochs=2, writers=["stdout"])
 
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch=")]
@@ -121,7 +126,7 @@ def test_the_validation_loss_does_not_depend_on_the_batches(batch_size: int, tmp
 
 
 @pytest.mark.spec("F201", "F412", "PA-32")
-def test_each_part_is_in_the_mode_it_was_in(tmp_path: Path) -> None:
+def test_validation_restores_the_mode_of_each_layer(tmp_path: Path) -> None:
     module = Classifier(validate=True)
     module.train()
     module.net[2].eval()
@@ -143,7 +148,7 @@ def test_each_part_is_in_the_mode_it_was_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("PMT-06", "F120")
-def test_test_and_predict(tmp_path: Path) -> None:
+def test_test_and_predict_return_outputs_in_order(tmp_path: Path) -> None:
     module = Predicts(numbers(13))
     trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=5))
 
@@ -166,7 +171,7 @@ class Breaks(Classifier):
         raise KeyboardInterrupt
 
 
-def test_after_a_prediction_that_was_broken_off_checkpoints_are_written_and_validations_record_nothing(
+def test_an_interrupted_prediction_has_no_later_effect(
     tmp_path: Path,
 ) -> None:
     trainer = train(Breaks(validate=True), tmp_path / "run")
@@ -182,7 +187,7 @@ def test_after_a_prediction_that_was_broken_off_checkpoints_are_written_and_vali
 
 
 @pytest.mark.spec("PMT-22", "FN-31")
-def test_the_cap_on_validations_cuts_neither_tests_nor_predictions(tmp_path: Path) -> None:
+def test_max_val_steps_does_not_limit_tests_or_predictions(tmp_path: Path) -> None:
     module = Predicts(numbers(13), validate=True)
     trainer = ts.Trainer(module, arguments(tmp_path, val_batch_size=5, max_val_steps_per_epoch=1))
 
@@ -214,10 +219,10 @@ def last_rows(printed: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("prefix", ["checkpoint", "mine"])
-def test_the_last_rows_name_the_best_checkpoint_and_the_call_that_loads_it(
+def test_the_last_rows_name_the_best_checkpoint(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also if the finished run is started again."""
+    """Also after another start of the finished run."""
     monkeypatch.chdir(tmp_path)
     saving = ts.DefaultCheckpointerArguments(monitor="val/accuracy", file_prefix=prefix)
     made: dict[str, Any] = {"epochs": 3, "checkpointer_args": saving, "writers": ["stdout"]}
@@ -241,7 +246,9 @@ def test_the_last_rows_name_the_best_checkpoint_and_the_call_that_loads_it(
 
 
 @pytest.mark.parametrize("best", ["is the last", "is not kept"])
-def test_the_last_rows_name_no_best_checkpoint(best: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_best_checkpoint_the_last_rows_name_none(
+    best: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_best=0, monitor="val/accuracy")
     if best == "is the last":
         saving = ts.DefaultCheckpointerArguments(monitor="val/accuracy")

@@ -27,7 +27,7 @@ SAVING = ts.DefaultCheckpointerArguments()
 
 
 class Fails(Classifier):
-    """Raises in the seventh step, where `broken` says so; with `signals`, sends one instead."""
+    """Raises `by` in the seventh step, or sends it if it is a signal."""
 
     def __init__(self, *, by: BaseException | signal.Signals | None = None, **changes: Any) -> None:
         super().__init__(**changes)
@@ -53,7 +53,7 @@ def report(directory: Path, module: ts.ModuleInterface | None = None, **changes:
 
 class TestOneRun:
     @pytest.mark.spec("PA-39", "HZ-36")
-    def test_it_has_plan_stack_curves_checkpoints_privacy_arguments_and_versions(self, tmp_path: Path) -> None:
+    def test_the_report_has_all_its_sections(self, tmp_path: Path) -> None:
         text = report(tmp_path, backend="sp-bf16", checkpointer_args=SAVING, train_batch_size=4, gpu_batch_size_limit=2)
 
         assert "Classifier finished" in text
@@ -88,7 +88,7 @@ class TestOneRun:
             ({"writers": ["csv"], "report": True, "fast_dev_run": True}, False),
         ],
     )
-    def test_it_is_written_where_logs_are_unless_told_otherwise(
+    def test_it_is_written_with_log_files_by_default(
         self, changes: dict[str, Any], written: bool, tmp_path: Path
     ) -> None:
         train(Classifier(), tmp_path, **changes)
@@ -96,7 +96,7 @@ class TestOneRun:
             path.name for path in tmp_path.rglob("r*.*") if path.name not in ("run-record.json", "rank-00000.log")
         ) == (["report.html", "run.json"] if written else [])
 
-    def test_a_fresh_run_leaves_the_report_of_an_earlier_one_alone(self, tmp_path: Path) -> None:
+    def test_a_new_run_keeps_the_report_of_an_earlier_one(self, tmp_path: Path) -> None:
         report(tmp_path, epochs=1)
         first = (tmp_path / "report.html").read_bytes()
         with pytest.raises(ts.ConfigurationError, match="holds a run already"):
@@ -105,9 +105,7 @@ class TestOneRun:
         report(tmp_path, epochs=2, overwrite=True)
         assert len(RunFacts.read(tmp_path).sessions) == 1
 
-    def test_a_report_that_cannot_be_written_does_not_end_the_run(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_report_that_cannot_be_written_is_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         class Blocks(Classifier):
             def on_end_train(self, global_step: int) -> None:
                 (tmp_path / "report.html").mkdir()
@@ -117,7 +115,7 @@ class TestOneRun:
 
 
 class TestEndings:
-    def test_a_failed_run_says_why_and_shows_its_records(self, tmp_path: Path) -> None:
+    def test_the_report_of_a_failed_run_has_error_and_records(self, tmp_path: Path) -> None:
         with pytest.raises(KeyError):
             report(tmp_path, Fails(by=KeyError("<labels>"), validate=True))
         text = text_of(tmp_path / "report.html")
@@ -133,7 +131,7 @@ class TestEndings:
         assert set(history.all_arrays(read_device=False)) == {"before"}
         assert set(history.all_arrays()) == {"before", "waits"}
 
-    def test_a_stopped_and_a_preempted_run_say_so_and_a_resumed_one_continues_the_report(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_continues_the_report(self, tmp_path: Path) -> None:
         made: dict[str, Any] = {"epochs": 2, "log_every": 1, "writers": ["csv"], "checkpointer_args": SAVING}
         with pytest.raises(ts.Preempted):
             train(Fails(by=signal.SIGTERM), tmp_path, **made)
@@ -146,12 +144,12 @@ class TestEndings:
         assert not (tmp_path / "report.1.html").exists()
         assert "Fails finished" in text
 
-    def test_a_stopped_run_says_why(self, tmp_path: Path) -> None:
+    def test_the_report_of_a_stopped_run_has_the_reason(self, tmp_path: Path) -> None:
         text = report(tmp_path, Fails(by=ts.StopTraining("good enough")))
         assert "Fails stopped" in text
         assert "good enough" in text
 
-    def test_a_killed_run_has_enough_for_a_page(self, tmp_path: Path) -> None:
+    def test_a_killed_run_has_a_report(self, tmp_path: Path) -> None:
         report(tmp_path)
         facts = json.loads((tmp_path / "run.json").read_text())
         facts["sessions"][0] |= {"status": "running", "seconds": None, "last_step": None, "samples": []}
@@ -160,7 +158,7 @@ class TestEndings:
         assert [panel.title for panel in panels_of([run])] == ["loss", "gradient norm", "learning rate"]
 
 
-def test_a_page_of_very_many_metrics_draws_some_and_says_so() -> None:
+def test_a_page_draws_at_most_300_metrics() -> None:
     names = [*(f"m/{number}" for number in range(5000)), "train/loss", "lr", "val/loss"]
     curves = {name: (np.arange(3), np.ones(3)) for name in names}
     page = page_of([ReportedRun(label="a", facts=RunFacts(name="a"), curves=curves)])
@@ -170,9 +168,10 @@ def test_a_page_of_very_many_metrics_draws_some_and_says_so() -> None:
     assert "are drawn" not in page_of([ReportedRun(label="a", facts=RunFacts(name="a"), curves={"m": curves["m/0"]})])
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("logged", [False, True])
 def test_the_training_loss_of_a_private_run_is_not_shown(logged: bool, tmp_path: Path) -> None:
-    """Also not where it was logged: a report is passed on to others."""
+    """Also if the files have it: users share reports with others."""
     privacy = ts.DifferentialPrivacyArguments(delta=1e-4, noise_multiplier=1.0, accountant="rdp", log_train_loss=logged)
     text = report(
         tmp_path,
@@ -187,7 +186,7 @@ def test_the_training_loss_of_a_private_run_is_not_shown(logged: bool, tmp_path:
     assert "-differentially private for one item of the training data set." in text
 
 
-def test_the_message_of_the_error_that_ended_a_private_run_is_not_shown(tmp_path: Path) -> None:
+def test_the_report_of_a_private_run_hides_error_messages(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the loss"):
         report(tmp_path, Fails(by=ValueError("the loss is 1.234")), backend="sp-dp")
     assert "1.234" not in (tmp_path / "report.html").read_text()
@@ -199,7 +198,7 @@ class TestDrawing:
         made = tag("p", "<b>", Markup("<i/>"), None, title='"x"', class_=None)
         assert made == '<p title="&quot;x&quot;">&lt;b&gt;<i/></p>'
 
-    def test_few_points_stay_and_many_keep_their_peaks_and_gaps(self) -> None:
+    def test_thinned_curves_keep_their_peaks_and_gaps(self) -> None:
         values = np.sin(np.arange(100_000) / 50)
         values[12_345], values[54_321], values[77_777] = 9.0, -9.0, math.nan
         kept = thin(values, 600)
@@ -207,7 +206,7 @@ class TestDrawing:
         assert {0, 12_345, 54_321, 77_777, 99_999} <= set(kept.tolist())
         assert thin(values[:600], 600).tolist() == list(range(600))
 
-    def test_values_that_are_not_finite_are_gaps_and_counted(self) -> None:
+    def test_values_that_are_not_finite_become_gaps(self) -> None:
         drawn = chart(Panel(title="t", series=(curve([1.0, math.nan, 3.0, 4.0, math.inf]),)))
         assert drawn.count("M") == 1
         assert "2 not finite" in drawn
@@ -230,7 +229,7 @@ def curve(values: list[float]) -> Series:
     return Series(label="s", steps=list(range(len(values))), values=values, colour=0, not_finite=lost)
 
 
-def test_nothing_is_done_between_log_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_measures_memory_at_log_points_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     monkeypatch.setattr("trainstack.trainer.reporting.report.recorder.host_peak_gib", lambda: looked.append(1) or 0.0)
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, epochs=5, log_every=10, writers=["csv"]))

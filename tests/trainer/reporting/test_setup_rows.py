@@ -1,4 +1,4 @@
-"""The printed plan: what decides a run is on the screen; and a run whose gradients are clipped away says so."""
+"""The printed plan, and the warning about gradients that are mostly clipped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PLAIN = {
 }
 
 
-def test_the_plan_names_what_decides_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_the_decisive_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_of(Classifier(numbers(16), validate=True), tmp_path, capsys) == PLAIN
 
 
@@ -134,7 +134,7 @@ class Odd(NoValidationData):
         ({"max_grad_norm": 5.0}, "clipped to norm 5.0 (clip_grads=False for none)"),
     ],
 )
-def test_the_plan_names_what_is_unusual(
+def test_the_plan_shows_unusual_settings(
     changes: Any, gradients: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = plan_of(Odd(), tmp_path, capsys, **changes)
@@ -152,7 +152,7 @@ class ManyOptimizers(Classifier):
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()], None
 
 
-def test_the_plan_names_at_most_three_lines_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_at_most_three_lines_of_optimizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = plan_of(ManyOptimizers(numbers(16)), tmp_path, capsys)
     assert rows["optimizer"] == "SGD lr 0.1\nSGD lr 0.1\nand 2 more"
 
@@ -181,7 +181,7 @@ def supervised(**changes: Any) -> ts.SupervisedModule:
         ),
     ],
 )
-def test_the_plan_names_the_validation(
+def test_the_plan_has_the_schedule_of_the_validation(
     given: Any, changes: Any, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan_of(supervised(**given), tmp_path, capsys, **changes)["validation"] == expected
@@ -201,14 +201,14 @@ def test_the_plan_of_every_stack_has_the_rows(backend: str, tmp_path: Path, caps
         assert rows["model"] == "Classifier, 83 parameters, all trainable"
 
 
-def test_one_sample_an_update_is_worth_a_word_in_a_long_epoch(tmp_path: Path, caplog: Logs) -> None:
+def test_one_sample_per_update_is_logged_for_long_epochs(tmp_path: Path, caplog: Logs) -> None:
     for count, told in ((1001, True), (1000, False)):
         caplog.clear()
         train(Classifier(numbers(count)), tmp_path, train_batch_size=1, max_steps=1)
         assert ("train_batch_size=1: each update uses one sample, which makes 1001 global steps" in caplog.text) is told
 
 
-# --- gradients that are clipped away
+# --- gradients that are mostly clipped
 
 
 def regression(scale: float, samples: int = 160) -> ts.SupervisedModule:
@@ -217,7 +217,7 @@ def regression(scale: float, samples: int = 160) -> ts.SupervisedModule:
     return ts.SupervisedModule(nn.Linear(3, 1), nn.MSELoss(), "sgd", data, optimizer_kwargs={"lr": 0.01})
 
 
-def test_a_run_whose_gradients_are_clipped_away_says_so_once(tmp_path: Path, caplog: Logs) -> None:
+def test_gradients_that_are_mostly_clipped_are_logged_once(tmp_path: Path, caplog: Logs) -> None:
     train(regression(100.0), tmp_path, epochs=3, log_every=15)
     (told,) = [record.message for record in caplog.records if "clipped" in record.message]
     assert told.startswith("the gradients are clipped to norm 1, and their median norm is ")
@@ -230,21 +230,21 @@ def test_a_run_whose_gradients_are_clipped_away_says_so_once(tmp_path: Path, cap
         (1.0, {"log_every": 15}),
         (100.0, {"log_every": 15, "clip_grads": False}),
         (100.0, {"log_every": 15, "clip_grad_value": 1.0}),
-        (100.0, {"log_every": 1, "max_steps": 9}),  # too few to tell
+        (100.0, {"log_every": 1, "max_steps": 9}),  # too few steps to judge
     ],
 )
-def test_other_runs_do_not(scale: float, changes: Any, tmp_path: Path, caplog: Logs) -> None:
+def test_other_gradients_are_not_logged_as_clipped(scale: float, changes: Any, tmp_path: Path, caplog: Logs) -> None:
     train(regression(scale), tmp_path, epochs=2, **changes)
     assert "clipped to norm" not in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{"log_every": 1}, {"log_every": 1000}, {"log_every": 4, "backend": "sp-amp"}])
-def test_a_short_or_a_long_log_window_tells_as_well(changes: Any, tmp_path: Path, caplog: Logs) -> None:
+def test_clipped_gradients_are_logged_with_any_log_interval(changes: Any, tmp_path: Path, caplog: Logs) -> None:
     train(regression(100.0), tmp_path, epochs=2, **changes)
     assert "clipped to norm 1, and" in caplog.text
 
 
-def test_a_resumed_run_does_not_say_it_again(tmp_path: Path, caplog: Logs) -> None:
+def test_a_resumed_run_does_not_log_clipping_again(tmp_path: Path, caplog: Logs) -> None:
     saves = {"checkpointer_args": ts.DefaultCheckpointerArguments(checkpoint=True)}
     train(regression(100.0), tmp_path, epochs=1, **saves)
     assert "clipped to norm" in caplog.text
@@ -257,7 +257,7 @@ def test_a_resumed_run_does_not_say_it_again(tmp_path: Path, caplog: Logs) -> No
 
 
 class Changes(ts.Callback):
-    """Halves the rate after each step, as a hook may, and notes the rate of each step."""
+    """Records the rate of each step, and may halve the rate after it."""
 
     def __init__(self, by_hand: bool) -> None:
         self.used, self.by_hand = list[float](), by_hand
@@ -272,7 +272,7 @@ class Changes(ts.Callback):
 
 @pytest.mark.parametrize("log_every", [1, 2, 5])
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_the_recorded_rate_is_the_one_that_the_step_used(log_every: int, by_hand: bool, tmp_path: Path) -> None:
+def test_the_recorded_rate_is_that_of_the_step(log_every: int, by_hand: bool, tmp_path: Path) -> None:
     used = Changes(by_hand)
     module = Classifier(numbers(40), scheduler=not by_hand)
     monitor = ts.callbacks.LRMonitor()
@@ -289,7 +289,7 @@ class Tokens(Classifier):
         return 3.0 * len(batch[0])
 
 
-def test_a_private_run_says_how_samples_are_drawn_and_that_each_counts_once(
+def test_a_private_run_logs_how_its_samples_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Logs
 ) -> None:
     promise = ts.DifferentialPrivacyArguments(delta=1e-3, noise_multiplier=1.0)
@@ -299,5 +299,5 @@ def test_a_private_run_says_how_samples_are_drawn_and_that_each_counts_once(
     table = " ".join(capsys.readouterr().out.split())
     assert "batch 8 on average, a new random sample each step" in table
     assert "in the last" not in table
-    said = [record.message for record in caplog.records if "batch_weight is not used" in record.message]
-    assert said == [one for one in said[:1] if "each sample counts once" in one] != []
+    (said,) = [record.message for record in caplog.records if "batch_weight is not used" in record.message]
+    assert "each sample counts once" in said

@@ -42,7 +42,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, when: threading.Event | None =
 
 
 class WaitsForFailure(Classifier):
-    """In step 4 it waits until the loop is told that something failed, so that the failure falls into that step."""
+    """In step 4 it waits until the loop is notified of a failure, so that the failure is in that step."""
 
     trainer: ts.Trainer
     told = False
@@ -61,9 +61,7 @@ class WaitsForFailure(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_a_failure_is_raised_at_the_next_step_boundary_and_the_run_can_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_raised_after_the_current_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = WaitsForFailure()
     failing_once(monkeypatch, module.in_step_4)
     module.trainer = ts.Trainer(module, arguments(tmp_path, checkpointer_args=saving()))
@@ -78,9 +76,7 @@ def test_a_failure_is_raised_at_the_next_step_boundary_and_the_run_can_continue(
     assert steps_saved(tmp_path) == [6]
 
 
-def test_a_failure_that_comes_while_the_loop_attends_to_something_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_during_other_due_work_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, checkpointer_args=saving(), log_every=1))
     asked: list[int] = []
     monkeypatch.setattr(trainer.checkpointer, "poll", lambda: asked.append(trainer.state.global_step))
@@ -96,7 +92,7 @@ def test_a_failure_that_comes_while_the_loop_attends_to_something_is_not_lost(
     assert asked == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_step_costs_nothing_more_while_nothing_fails(tmp_path: Path) -> None:
+def test_background_saves_add_no_work_to_steps(tmp_path: Path) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, checkpointer_args=saving(every_n_steps=None)))
     attended: list[int] = []
     module: Any = trainer.module
@@ -106,7 +102,7 @@ def test_a_step_costs_nothing_more_while_nothing_fails(tmp_path: Path) -> None:
     assert max(attended) <= NEVER
 
 
-def test_when_train_returns_all_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checkpoints_are_on_disk_when_train_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync_directory = filesystem.sync_directory
 
     def slow(path: Path) -> None:
@@ -118,12 +114,10 @@ def test_when_train_returns_all_is_on_the_disk(tmp_path: Path, monkeypatch: pyte
     assert steps_saved(tmp_path) == [3, 6]
     assert not writers()
     trainer.save_checkpoint(force=True)
-    assert not writers(), "outside of train no call would wait for it"
+    assert not writers(), "outside of train no later call waits for it"
 
 
-def test_a_failure_at_the_very_end_is_raised_and_train_saves_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_at_the_end_train_saves_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = ts.Trainer(Classifier(), arguments(tmp_path, checkpointer_args=saving(every_n_steps=None)))
     failing_once(monkeypatch)
     with pytest.raises(ts.CheckpointError, match="the disk is gone"):
@@ -156,9 +150,7 @@ def test_an_interrupt_lets_the_running_save_finish(tmp_path: Path, monkeypatch: 
     assert steps_saved(tmp_path) == [3]
 
 
-def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_interrupt_abandons_the_save_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, may_continue, write = threading.Event(), threading.Event(), filesystem.write
 
     def held(handle: Any, data: Any) -> None:
@@ -184,7 +176,7 @@ def test_a_second_interrupt_gives_up_at_once_and_leaves_no_half(
     assert left == ["checkpoint-begin-000000001"]
 
 
-def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_training_waits_for_an_abandoned_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, may_continue, deletes = threading.Event(), threading.Event(), retention.Retention.apply
 
     def held(*args: Any) -> None:
@@ -206,7 +198,7 @@ def test_the_next_training_waits_for_a_save_that_was_given_up(tmp_path: Path, mo
     begins.join(20)
     assert not writers()
     with pytest.raises(ts.CheckpointNotFoundError):
-        checkpointer.load(True)  # it is an earlier run's by now
+        checkpointer.load(True)  # it belongs to an earlier run now
 
 
 def test_train_refuses_to_run_inside_itself(tmp_path: Path) -> None:
@@ -233,14 +225,14 @@ def test_a_failure_together_with_another_exception_becomes_its_note(
 ) -> None:
     failing_once(monkeypatch)
     trainer = ts.Trainer(Interrupted(), arguments(tmp_path, checkpointer_args=saving()))
-    for look in ("watch", "poll"):  # the failure is not seen before the end, also where it comes within step 3
+    for look in ("watch", "poll"):  # the failure is not noticed before the end, even if it occurs in step 3
         monkeypatch.setattr(trainer.checkpointer, look, lambda *wake: None)
     with pytest.raises(KeyboardInterrupt) as raised:
         trainer.train()
     assert "also, a checkpoint is missing" in raised.value.__notes__[0]
 
 
-def test_a_resumed_run_has_the_bits_of_one_with_saves_in_the_foreground(tmp_path: Path) -> None:
+def test_background_saves_resume_with_the_bits_of_foreground_saves(tmp_path: Path) -> None:
     ends = []
     for background in (False, True):
         directory, changes = tmp_path / str(background), {"checkpointer_args": saving(async_save=background)}

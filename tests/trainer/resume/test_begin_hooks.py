@@ -1,4 +1,4 @@
-"""Begin hooks of a training or an epoch act once on the state of a run, however often it is interrupted."""
+"""Begin hooks of a training or an epoch change the state of a run once, over any number of interruptions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 import trainstack as ts
 from tests.helpers.beginnings import EVERY_STEP, PLACES, begun, unlike
-from tests.helpers.modules import Classifier, arguments, numbers
+from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_world
 from tests.helpers.workers import checkpoints as workers
 
 STOPS = {5, 6, 8, 11}
-"""At the first and a middle step and the last one of an epoch of four steps; two of them in one epoch, twice."""
+"""The first, a middle and the last step of an epoch of four steps; the second epoch has three interruptions."""
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["resumed", "again"])
 @pytest.mark.parametrize("act", ["advance", "reset"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_that_begins_something_acts_once(place: str, act: str, again: bool, tmp_path: Path) -> None:
+def test_a_hook_that_begins_an_epoch_changes_state_once(place: str, act: str, again: bool, tmp_path: Path) -> None:
     unbroken = begun(tmp_path / "unbroken", place, act, set())
     broken = begun(tmp_path / "broken", place, act, set(STOPS), again=again)
 
@@ -33,13 +33,44 @@ def test_a_call_that_begins_something_acts_once(place: str, act: str, again: boo
 @pytest.mark.distributed
 @pytest.mark.parametrize("place", ["hook", "loader", "epoch_begin"])
 @pytest.mark.distributed
-def test_so_it_does_on_each_of_two_processes(place: str, tmp_path: Path) -> None:
+def test_begin_hooks_change_state_once_on_two_processes(place: str, tmp_path: Path) -> None:
     unbroken = run_world(2, workers.begun, directory=str(tmp_path / "unbroken"), place=place, stops=[])
     broken = run_world(2, workers.begun, directory=str(tmp_path / "broken"), place=place, stops=[5, 6, 8])
 
     assert broken == unbroken
     assert unbroken[0]["samples"] != unbroken[1]["samples"]
     assert unbroken[0]["kept"] == unbroken[1]["kept"]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_loader_that_failed_is_asked_again_with_the_effects_of_the_hook(saves: bool, tmp_path: Path) -> None:
+    def trained(fails: int) -> torch.Tensor:
+        epochs: list[int] = []
+
+        class Moves(Classifier):
+            def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
+                epochs.append(epoch)
+                with torch.no_grad():
+                    self.net[0].bias += 1.0
+
+            def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
+                nonlocal fails
+                if len(epochs) == 2 and fails:
+                    fails -= 1
+                    raise InterruptedError
+                return super().get_train_dataloader(sampler, batch_size)
+
+        module = Moves(numbers(16))
+        saving = EVERY_STEP if saves else ts.DefaultCheckpointerArguments(checkpoint=False)
+        trainer = ts.Trainer(module, arguments(tmp_path / str(fails), epochs=2, checkpointer_args=saving))
+        for _ in range(fails):
+            with pytest.raises(InterruptedError):
+                trainer.train()
+        trainer.train()
+        assert epochs == [0, 1]
+        return weights(module)
+
+    assert torch.equal(trained(fails=2), trained(fails=0))
 
 
 class OwnForm(torch.optim.SGD):
@@ -50,7 +81,7 @@ class OwnForm(torch.optim.SGD):
 
 
 class Adds(Classifier):
-    """Adds a parameter group in the hook of each epoch and holds it, without asking whether it is there."""
+    """Adds a parameter group in the hook of each epoch without a check that it exists."""
 
     def __init__(self, make: Any, stops: set[int]) -> None:
         super().__init__(numbers(32), optimizer=make)
@@ -93,14 +124,14 @@ def adding(folder: Path, stops: set[int], make: Any = torch.optim.AdamW) -> None
             trainer.close()
 
 
-def test_a_hook_may_add_a_group_without_asking(tmp_path: Path) -> None:
+def test_a_hook_may_add_a_group_without_a_check(tmp_path: Path) -> None:
     adding(tmp_path / "unbroken", set())
     adding(tmp_path / "broken", {2, 5, 6, 10})
 
     assert unlike(tmp_path / "unbroken", tmp_path / "broken") == []
 
 
-def test_with_an_optimizer_of_another_form_it_is_told_how_to_ask(tmp_path: Path) -> None:
+def test_with_a_custom_state_dict_the_error_names_the_check(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than one") as caught:
         adding(tmp_path, {2}, OwnForm)
 

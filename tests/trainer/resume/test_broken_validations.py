@@ -1,4 +1,4 @@
-"""A validation that is broken off acts once on the state of a run, as in a run that is not."""
+"""An interrupted validation changes the state of a run once, as an uninterrupted one does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.beginnings import unlike
 from tests.helpers.modules import Classifier, arguments, numbers
 
 LOADERS = {"left": 2, "right": 3}
-"""Batches of each validation loader at least."""
+"""Fewest batches of each validation loader."""
 PER_VALIDATION = 3 + 4
 """Validation batches in the first validation: each call of the loader method adds a sample to both."""
 
@@ -84,7 +84,7 @@ def trained(folder: Path, breaks: set[int], how: str = "stops", again: tuple[str
 @pytest.mark.parametrize("how", ["stops", "raises"])
 @pytest.mark.parametrize("at", [1, 4, 5, PER_VALIDATION, PER_VALIDATION + 2])
 @pytest.mark.parametrize("every", [None, 2], ids=["after the epoch", "within it"])
-def test_a_validation_that_is_broken_off_acts_once(every: int | None, at: int, how: str, tmp_path: Path) -> None:
+def test_an_interrupted_validation_changes_state_once(every: int | None, at: int, how: str, tmp_path: Path) -> None:
     unbroken = trained(tmp_path / "unbroken", set(), validate_every=every)
     broken = trained(tmp_path / "broken", {at}, how, validate_every=every)
 
@@ -94,14 +94,14 @@ def test_a_validation_that_is_broken_off_acts_once(every: int | None, at: int, h
     assert broken.ended == unbroken.ended
 
 
-def test_loaders_that_are_finished_are_known_by_name(tmp_path: Path) -> None:
+def test_finished_loaders_are_skipped_by_name(tmp_path: Path) -> None:
     broken = trained(tmp_path, {5}, again=("right", "left"), validate_every=None)
 
     assert broken.ended == [(3, "left"), (3, "right"), (6, "right"), (6, "left")]
 
 
 class Fails(Counts):
-    """Its loaders cannot be made the first time."""
+    """Its loader method raises at the first call."""
 
     def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
         loaders = super().get_val_dataloaders(sampler, batch_size)

@@ -1,4 +1,4 @@
-"""Groups of optimizers that user code changes during training come back on resume."""
+"""Groups of optimizers that user code changes during training are restored on resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 class Vectors(nn.Module):
-    """Parameters of one shape, so that no shape tells a mistake."""
+    """Parameters of one shape, so that shapes reveal no mistake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Vectors(nn.Module):
 
 
 class Run:
-    """A module with one or two optimizers, which are made alike in each run."""
+    """A module with one or two optimizers, created in the same way in each run."""
 
     def __init__(
         self, make: Callable[..., torch.optim.Optimizer], layout: Sequence[Sequence[str]], split: bool
@@ -100,7 +100,7 @@ def replaced(run: Run) -> None:
 
 @pytest.mark.parametrize("change", [removed, moved, exchanged, divided, handed_over, replaced])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adagrad])
-def test_groups_that_were_changed_by_hand_come_back(make: Any, change: Callable[[Run], None]) -> None:
+def test_groups_that_user_code_changed_are_restored(make: Any, change: Callable[[Run], None]) -> None:
     split = change is handed_over
     whole = Run(make, [["a", "b"], ["c", "d"]], split)
     whole.train(range(3))
@@ -117,7 +117,7 @@ def test_groups_that_were_changed_by_hand_come_back(make: Any, change: Callable[
     assert again.everything() == whole.everything()
 
 
-def test_the_state_of_a_parameter_that_was_taken_out_is_refused_with_the_line_to_write() -> None:
+def test_the_state_of_a_removed_parameter_is_refused() -> None:
     run = Run(torch.optim.AdamW, [["a", "b"], ["c", "d"]], False)
     run.train(range(1))
     new = nn.Parameter(torch.zeros(3))

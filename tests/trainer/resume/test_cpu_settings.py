@@ -34,7 +34,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.usefixtures("threads")
-def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_threads_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.set_num_threads(2)
     trained = train_to(tmp_path, 1)
     manifest = read_manifest(ts.list_checkpoints(tmp_path / "checkpoints")[0].path)
@@ -56,14 +56,16 @@ def test_another_number_of_threads_is_said_once(tmp_path: Path, caplog: pytest.L
     assert "To keep the saved values: set OMP_NUM_THREADS=2." in said
 
 
-def test_another_cpu_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cpu_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train_to(tmp_path, 1)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "VSX")
     train_to(tmp_path, 2, resume=True)
     assert re.search(r"environment\.cpu capability +\w+ +VSX +same samples, other bits", warnings_in(caplog)[0])
 
 
-def test_a_checkpoint_without_settings_is_resumed_in_silence(
+def test_a_checkpoint_without_settings_is_resumed_without_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainstack.trainer.resume.checkpoint_states.START", "before there was one")
@@ -73,7 +75,7 @@ def test_a_checkpoint_without_settings_is_resumed_in_silence(
     assert warnings_in(caplog) == []
 
 
-def test_environments_of_ranks_are_one_text_where_they_agree() -> None:
+def test_equal_environments_of_ranks_are_merged() -> None:
     one = {"cpu threads": "2", "device": "cpu"}
     assert merge_environments([one, one]) == one
     assert merge_environments([one, one | {"cpu threads": "7"}]) == {"cpu threads": "2, 7", "device": "cpu"}

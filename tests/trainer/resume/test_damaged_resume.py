@@ -1,4 +1,4 @@
-"""A trainer whose newest checkpoint is damaged, or whose disk is full, loses no more than it has to, and says so."""
+"""A trainer with a damaged newest checkpoint or a full disk loses one checkpoint at most, and reports it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps_saved(directory: Path) -> list[int | None]:
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["0", "1", "half", "size-1", "a bit"])
-def test_the_run_continues_from_the_checkpoint_before_a_damaged_one(
+def test_a_run_continues_from_the_checkpoint_before_a_damaged_one(
     tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     unbroken = train(made(), tmp_path, checkpointer_args=saving())
@@ -63,7 +63,7 @@ def test_the_run_continues_from_the_checkpoint_before_a_damaged_one(
 @pytest.mark.spec("F116")
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("at", ["open_new", "write", "sync_file", "rename"])
-def test_a_full_disk_ends_the_run_with_a_sentence_and_the_run_continues_when_there_is_room(
+def test_a_run_ended_by_a_full_disk_can_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool, at: str
 ) -> None:
     unbroken = train(made(), tmp_path / "unbroken")
@@ -90,7 +90,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_the_run_continues_when_the
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["foreground", "background"])
-def test_a_disk_without_room_is_noticed_before_anything_is_written(
+def test_a_full_disk_is_noticed_before_any_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
     monkeypatch.setattr(filesystem, "free_bytes", lambda path: 10 if steps_saved(tmp_path) == [3] else None)

@@ -18,7 +18,7 @@ import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train, weights
 
 
-def test_a_mask_of_minus_infinity_may_be_saved_and_poisoned_statistics_may_not(tmp_path: Path) -> None:
+def test_masks_of_minus_infinity_are_saved_and_nan_is_not(tmp_path: Path) -> None:
     class Masked(Classifier):
         def __init__(self, poison: bool) -> None:
             super().__init__(numbers(16))
@@ -86,7 +86,7 @@ def test_a_checkpoint_saved_in_any_hook_continues_exactly(hook: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["hook", "data", "weighted sampler"])
-def test_numbers_that_an_epoch_draws_at_its_start_are_drawn_again_on_resume(kind: str, tmp_path: Path) -> None:
+def test_numbers_drawn_at_an_epochs_start_are_repeated_on_resume(kind: str, tmp_path: Path) -> None:
     class Draws(Classifier):
         stop_at: int | None = None
 
@@ -120,7 +120,7 @@ def test_numbers_that_an_epoch_draws_at_its_start_are_drawn_again_on_resume(kind
     assert torch.equal(weights(resumed.module), weights(unbroken.module))
 
 
-def test_killed_during_validation_a_run_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_killed_during_validation_can_be_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class NeedsLosses(Classifier):
         fails = True
 
@@ -153,7 +153,7 @@ def test_a_resume_that_is_refused_stays_refused(tmp_path: Path) -> None:
             trainer.train()
 
 
-def test_a_forced_save_is_written_even_at_the_same_step(tmp_path: Path) -> None:
+def test_a_forced_save_replaces_one_of_the_same_step(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     trainer = train(Classifier(), tmp_path, checkpointer_args=saving)
     with torch.no_grad():
@@ -175,4 +175,7 @@ def test_settings_that_are_tensors_survive_a_resume(tmp_path: Path) -> None:
     train(Tensors(), tmp_path, checkpointer_args=saving)
     resumed = train(Tensors(), tmp_path, checkpointer_args=saving, resume=True, epochs=2)
 
+    (group,) = resumed.optimizers[0].param_groups
     assert resumed.global_steps_finished == 12
+    assert torch.equal(group["lr"], torch.tensor(0.1))
+    assert torch.equal(group["mine"], torch.arange(3))

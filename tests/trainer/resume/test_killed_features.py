@@ -1,4 +1,4 @@
-"""SIGKILL when a checkpoint is safe, around an epoch that ends early, and within averages that begin late."""
+"""SIGKILL after a save, around an epoch that ends early, and during averages that begin late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training owns its directories: a second one is refused, and one that lost them stops and writes nothing more."""
+"""A training owns its directories: a second one is refused, and one that lost them stops writing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leases(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(".lease-*"))
 
 
-def test_the_lease_is_held_while_it_trains_and_given_back(tmp_path: Path) -> None:
+def test_a_training_holds_the_lease_and_releases_it(tmp_path: Path) -> None:
     held: list[Any] = []
 
     class Looks(Classifier):
@@ -40,11 +40,11 @@ def test_the_lease_is_held_while_it_trains_and_given_back(tmp_path: Path) -> Non
     assert seen is not None
     assert seen.is_free
     assert ts.list_checkpoints(tmp_path / "checkpoints")[-1].lease == 1
-    trainer.save_checkpoint(force=True)  # outside of train() it is taken for the save
+    trainer.save_checkpoint(force=True)  # outside of train() a save takes the lease
     assert leases(tmp_path) == [".lease-000000002.json"]
 
 
-def test_the_lease_names_the_run_also_after_a_resume(tmp_path: Path) -> None:
+def test_the_lease_names_the_run_after_a_resume(tmp_path: Path) -> None:
     words: list[str] = []
 
     class Looks(Classifier):
@@ -60,7 +60,7 @@ def test_the_lease_names_the_run_also_after_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit])
-def test_the_lease_is_given_back_after_an_exception(tmp_path: Path, error: type[BaseException]) -> None:
+def test_the_lease_is_released_after_an_exception(tmp_path: Path, error: type[BaseException]) -> None:
     class Fails(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             raise error
@@ -82,7 +82,7 @@ def test_a_second_training_is_refused_before_it_writes(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if ".lease" not in path.name} == before
 
 
-def test_one_that_lost_its_directory_stops_and_writes_nothing_more(tmp_path: Path) -> None:
+def test_a_training_that_lost_its_directory_stops_writing(tmp_path: Path) -> None:
     class Loses(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             if global_step == 3:
@@ -94,10 +94,10 @@ def test_one_that_lost_its_directory_stops_and_writes_nothing_more(tmp_path: Pat
         trainer_in(tmp_path, Loses(), save_on_exception=True).train()
     steps = [info.global_step for info in ts.list_checkpoints(tmp_path / "checkpoints")]
     assert steps == [1, 2]
-    assert not list((tmp_path / "checkpoints").glob(".[!l]*"))  # but for the lease
+    assert not list((tmp_path / "checkpoints").glob(".[!l]*"))  # except the lease
 
 
-def test_an_evaluation_takes_none(tmp_path: Path) -> None:
+def test_an_evaluation_takes_no_lease(tmp_path: Path) -> None:
     trainer_in(tmp_path, epochs=1).train()
     owner = Lease.acquire([tmp_path], timeout_s=2.0)
     trainer = trainer_in(tmp_path)
@@ -106,7 +106,7 @@ def test_an_evaluation_takes_none(tmp_path: Path) -> None:
     owner.release()
 
 
-def test_a_choice_made_before_another_run_has_written_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_chosen_before_another_runs_write_is_refused(tmp_path: Path) -> None:
     trainer_in(tmp_path, epochs=1).train()
     early = trainer_in(tmp_path, epochs=3)
     assert early.plan is not None  # which loads the newest checkpoint
@@ -115,7 +115,7 @@ def test_a_choice_made_before_another_run_has_written_is_refused(tmp_path: Path)
         early.train()
 
 
-def test_a_save_dir_elsewhere_is_owned_too(tmp_path: Path) -> None:
+def test_a_save_dir_elsewhere_is_leased_too(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "saved"))
     trainer_in(tmp_path / "a", checkpointer_args=saving).train()
     owner = Lease.acquire([tmp_path / "saved"], timeout_s=2.0)
@@ -125,18 +125,18 @@ def test_a_save_dir_elsewhere_is_owned_too(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_run_that_writes_nothing_takes_none(tmp_path: Path) -> None:
+def test_a_run_that_writes_nothing_takes_no_lease(tmp_path: Path) -> None:
     ts.Trainer(Classifier(), arguments(tmp_path / "a", writers=[], report=False)).train()
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(("folder", "warns"), [("run", True), ("run/13", True), ("run/3", False), ("run-3-a", False)])
-def test_an_array_task_that_shares_its_directory_is_warned(
+def test_an_array_task_with_a_shared_directory_causes_a_warning(
     folder: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    monkeypatch.setattr("os.path.abspath", lambda path: f"/{path}")  # the path of this test contains numbers
+    monkeypatch.setattr("os.path.abspath", lambda path: f"/{path}")  # the real path of this test has numbers
     with caplog.at_level(logging.WARNING):
         trainer_in(Path(folder), epochs=1).train()
     assert ("this is task 3 of a job array" in caplog.text) == warns

@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Teacher(Net):
-    """`body` follows `slow` without gradients, as a target network does."""
+    """`body` follows `fast` without gradients, like a target network."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
@@ -112,7 +112,7 @@ def test_a_run_that_is_resumed_twice_has_the_same_bits(
     assert repr(one.callback_states) == repr(other.callback_states)
 
 
-def test_changed_weights_are_kept_and_the_manifest_names_the_rest(tmp_path: Path) -> None:
+def test_changed_weights_are_kept_and_the_manifest_names_others(tmp_path: Path) -> None:
     buffers = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
     trainer = train(tmp_path / "net", 1)
     checkpoint = last(trainer)
@@ -158,7 +158,7 @@ def test_the_option_may_change_between_two_runs(keep: bool, tmp_path: Path) -> N
         assert torch.equal(tensor, trainer.module.state_dict()[name]), name
 
 
-def test_the_runs_own_export_leaves_them_out_and_an_export_by_call_does_not(tmp_path: Path) -> None:
+def test_automatic_exports_omit_frozen_weights_and_explicit_ones_do_not(tmp_path: Path) -> None:
     trainer = train(tmp_path / "run", 1)
     export = next((tmp_path / "run" / "checkpoints").glob("*-model-*"))
     trainer.export(tmp_path / "all")
@@ -170,7 +170,7 @@ def test_the_runs_own_export_leaves_them_out_and_an_export_by_call_does_not(tmp_
     assert "load_state_dict(weights, strict=False)" in text
 
 
-def test_diff_compares_the_digests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_compares_digests_of_omitted_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (0, 5):
         train(tmp_path / str(seed), 1, lambda seed=seed: Net(seed))
     paths = [str(tmp_path / seed / "checkpoints" / "checkpoint-000000002") for seed in "05"]
@@ -195,3 +195,22 @@ def test_a_private_run_resumes_from_its_adapters(tmp_path: Path) -> None:
     trainer = train(tmp_path, 2, make, **private)
     assert not BODY & kept(trainer)
     assert trainer.state.global_step == 4
+
+
+def test_a_custom_checkpointer_gets_frozen_weights(tmp_path: Path) -> None:
+    kept: list[ts.Checkpoint] = []
+
+    class InMemory(ts.AbstractCheckpointer):
+        def save(self, checkpoint_state: ts.Checkpoint, index: int, force: bool = False) -> str | None:
+            kept.append(checkpoint_state)
+            return "memory"
+
+        def load(self, resume: Any = None) -> ts.Checkpoint:
+            return ts.Checkpoint()
+
+    module = ts.SupervisedModule(Net(), nn.functional.cross_entropy, "adamw", numbers(16))
+    args = ts.TrainerArguments(epochs=1, train_batch_size=8, writers=[], progress="none", output_dir=tmp_path)
+    ts.Trainer(module, args, checkpointer=InMemory()).train()
+
+    names = {name for name, _ in module.named_parameters()}
+    assert names <= set(kept[-1].module_interface_state or {})

@@ -1,26 +1,30 @@
-"""Each checkpoint and export names where it comes from, over resumes, runs, exports and kinds of files."""
+"""Each checkpoint and export names its ancestors, over resumes, runs, exports and kinds of files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import pickle
+import platform
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, numbers, train
 from tests.helpers.private_runs import private
+from trainstack.backends import Communicator, World
 from trainstack.checkpointing import list_checkpoints, read_lineage
 from trainstack.checkpointing.directory import read_manifest
 from trainstack.checkpointing.integrity.lineage import MAX_ANCESTORS, Ancestor, Lineage, digest_of, trace
 from trainstack.checkpointing.manifest import decode_plain
 from trainstack.cli.main import main
 from trainstack.errors import CheckpointDamagedError
+from trainstack.trainer.resume.lineage import _environment
 
 
 def saving(**changes: Any) -> ts.DefaultCheckpointerArguments:
@@ -35,7 +39,7 @@ def sha256(path: Path) -> str:
     return hashlib.sha256((path / "MANIFEST.json").read_bytes()).hexdigest()
 
 
-def test_a_run_with_new_weights_has_no_parent_and_states_data_and_environment(tmp_path: Path) -> None:
+def test_a_new_run_has_data_and_environment_but_no_parent(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, epochs=1, checkpointer_args=saving())
 
     for kind in ("checkpoint", "model"):
@@ -48,6 +52,18 @@ def test_a_run_with_new_weights_has_no_parent_and_states_data_and_environment(tm
         assert found.environment["device"].startswith("cpu ")
 
 
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_the_environment_names_the_gpu_and_its_libraries(cuda: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)  # None in a build for ROCm
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    found = _environment(World(rank=0, size=2, local_rank=0, device=torch.device("cuda:1"), comm=Communicator()))
+
+    libraries = {} if cuda is None else {"cuda": "13.0", "cudnn": "91002"}
+    machine = {"system": platform.system(), "machine": platform.machine(), "processes": "2"}
+    assert found == {**machine, "device": "cuda" if cuda is None else "GPU 1", **libraries}
+
+
 def test_other_data_has_another_digest(tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
         train(Classifier(numbers(20, seed=seed)), tmp_path / name, epochs=1, checkpointer_args=saving())
@@ -57,7 +73,7 @@ def test_other_data_has_another_digest(tmp_path: Path) -> None:
     assert one != other
 
 
-def test_the_chain_goes_over_resumes_runs_warm_starts_and_exports(tmp_path: Path) -> None:
+def test_the_chain_includes_resumes_warm_starts_and_exports(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     train(Classifier(), first, epochs=1, checkpointer_args=saving())
     parent = newest(first)
@@ -82,7 +98,7 @@ def test_the_chain_goes_over_resumes_runs_warm_starts_and_exports(tmp_path: Path
     )
 
 
-def test_ancestors_are_found_deleted_or_replaced(tmp_path: Path) -> None:
+def test_deleted_and_replaced_ancestors_are_recognized(tmp_path: Path) -> None:
     for epochs in (1, 2, 3):
         train(Classifier(), tmp_path, epochs=epochs, checkpointer_args=saving(), resume="auto")
     path = newest(tmp_path)
@@ -115,7 +131,7 @@ def _rename(path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["weights", "weights_and_optimizer"])
-def test_a_resume_of_weights_says_so(tmp_path: Path, mode: Any) -> None:
+def test_the_lineage_of_a_partial_resume_names_its_mode(tmp_path: Path, mode: Any) -> None:
     train(Classifier(), tmp_path / "a", epochs=1, checkpointer_args=saving())
     source = newest(tmp_path / "a")
     train(Classifier(), tmp_path / "b", epochs=1, checkpointer_args=saving(), resume=source, resume_mode=mode)
@@ -153,7 +169,7 @@ def test_a_pickled_trainer_exports_with_the_lineage_of_its_run(tmp_path: Path) -
     assert parent.manifest == sha256(source)
 
 
-def test_weights_without_a_manifest_are_named_alone(tmp_path: Path) -> None:
+def test_weights_without_a_manifest_have_only_a_name(tmp_path: Path) -> None:
     ts.export_model(Classifier(), tmp_path / "export")
     shutil.copy(tmp_path / "export" / "model.safetensors", tmp_path / "weights.safetensors")
     train(
@@ -168,7 +184,7 @@ def test_weights_without_a_manifest_are_named_alone(tmp_path: Path) -> None:
     assert found == (Ancestor(how="init_weights_from", name="weights.safetensors"),)
 
 
-def test_a_private_run_states_nothing_that_depends_on_records(tmp_path: Path) -> None:
+def test_the_lineage_of_a_private_run_is_independent_of_records(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     train_private(tmp_path, 1)
     train_private(tmp_path, 2)
@@ -190,7 +206,7 @@ def train_private(directory: Path, epochs: int) -> None:
     ts.Trainer(Classifier(), args).train()
 
 
-def test_a_checkpointer_of_ones_own_gets_the_lineage_and_passes_it_on(tmp_path: Path) -> None:
+def test_a_custom_checkpointer_receives_and_continues_the_lineage(tmp_path: Path) -> None:
     kept: list[ts.Checkpoint] = []
 
     class InMemory(ts.AbstractCheckpointer):
@@ -214,7 +230,7 @@ def test_a_checkpointer_of_ones_own_gets_the_lineage_and_passes_it_on(tmp_path: 
     assert [(one.how, one.global_step, one.manifest) for one in chain] == [("resume", 6, None)]
 
 
-def test_a_long_chain_is_cut_and_counted() -> None:
+def test_a_long_chain_is_cut_and_omissions_counted() -> None:
     chain = tuple(Ancestor(how="resume", name=f"c-{n}") for n in range(MAX_ANCESTORS + 7))
     found = Lineage.from_json(json.loads(json.dumps(Lineage(ancestors=chain, omitted=2).to_json())))
 

@@ -121,7 +121,7 @@ class Averages(Small):
 
 
 class Reshapes(Small):
-    """Persistent buffers that have another shape or dtype than at first, or none."""
+    """Persistent buffers whose shape or dtype changes, or that become None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_resumed_run_ends_with_the_same_bits(case: str, stop_at: int, tmp_path
 
 
 class Tables(Small):
-    """Constant tables, and a flag that the second version of the code sets otherwise."""
+    """A constant table, and a flag that the second version of the code sets differently."""
 
     def __init__(self, scale: float = 1.0, *, frozen: bool = False) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Tables(Small):
         self.net[0].requires_grad_(not frozen)
 
 
-def test_constant_tables_are_not_stored_and_new_code_decides_on_them(tmp_path: Path) -> None:
+def test_constant_tables_are_not_stored_and_new_code_sets_them(tmp_path: Path) -> None:
     train((Tables(), []), tmp_path, STOP_AT)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 150_000
     changed = train((Tables(2.0, frozen=True), []), tmp_path, resume=True)
@@ -195,7 +195,7 @@ def test_constant_tables_are_not_stored_and_new_code_decides_on_them(tmp_path: P
     assert not changed.net[0].weight.requires_grad
 
 
-def test_weights_and_exports_need_none_of_it(tmp_path: Path) -> None:
+def test_weights_only_resumes_and_exports_ignore_extras(tmp_path: Path) -> None:
     train((Averages(), []), tmp_path / "run", STOP_AT)
     checkpoints = tmp_path / "run" / "checkpoints"
     module = train((Averages(), []), tmp_path / "new", resume=str(checkpoints), resume_mode="weights", max_steps=1)
@@ -246,7 +246,7 @@ class Counts(ts.Callback):
 
 
 @pytest.mark.parametrize("spec", ["sp", "sp-dp"])
-def test_a_private_run_keeps_nothing_of_it(spec: str, tmp_path: Path) -> None:
+def test_a_private_run_does_not_store_extras(spec: str, tmp_path: Path) -> None:
     train((Counted(), [Counts()]), tmp_path, 2, backend=spec)
     resumed = train((Counted(), [Counts()]), tmp_path, backend=spec, resume=True)
 

@@ -28,7 +28,7 @@ from trainstack.trainer.schedulers.stepping import Schedules
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("a", "b", "c", "d", "e")
-"""Parameters of one shape, so that no shape tells a mistake."""
+"""Parameters of one shape, so that shapes reveal no mistake."""
 Make = Callable[..., torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.05),
@@ -54,7 +54,7 @@ class Vectors(nn.Module):
 
 
 def groups_of(module: nn.Module, layout: Sequence[Sequence[str]], **options: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group for each list of names; the first name decides about its options."""
+    """A group for each list of names; the first name determines its options."""
     return [
         {"params": [getattr(module, name) for name in names], "lr": 0.01 * (1 + NAMES.index(names[0][0]) % 2)}
         for names in layout
@@ -161,7 +161,7 @@ def test_rates_follow_groups_that_come_in_another_order(kind: str) -> None:
     assert ends[0] == ends[1]
 
 
-def test_two_optimizers_in_another_order_are_found_by_their_parameters() -> None:
+def test_two_optimizers_are_matched_by_their_parameters() -> None:
     def make(order: str) -> tuple[Vectors, list[torch.optim.Optimizer], list[Any]]:
         module = Vectors(("a", "b"))
         made = [torch.optim.Adam([getattr(module, name)], lr=0.1) for name in order]
@@ -282,7 +282,7 @@ def test_parameters_that_joined_during_training_join_again() -> None:
     assert restored.get_state()["optimizers"][0]["joined"] == ["b", "c"]
 
 
-def test_a_parameter_that_was_left_out_does_not_count_as_a_new_one() -> None:
+def test_a_missing_parameter_does_not_count_as_a_new_one() -> None:
     module = Vectors(("a", "b"))
     saved = saved_of([["a", "b"]])
     with pytest.raises(ts.CheckpointMismatchError, match=r"optimizer 0 \(AdamW\) lacks: b"):
@@ -290,7 +290,7 @@ def test_a_parameter_that_was_left_out_does_not_count_as_a_new_one() -> None:
 
 
 class Own(torch.optim.SGD):
-    """Numbers nothing: a list with one entry for each parameter."""
+    """Its state is a list with one entry for each parameter, without numbers."""
 
     def state_dict(self) -> Any:
         return {"moments": [self.state[p]["momentum_buffer"] for g in self.param_groups for p in g["params"]]}
@@ -313,7 +313,7 @@ class WithExtra(torch.optim.SGD):
 
 
 class Joint(torch.optim.SGD):
-    """All parameters in one vector under the first, as LBFGS has them; and an entry that belongs to none."""
+    """All parameters in one vector under the first, as in LBFGS, and an entry of no parameter."""
 
     def step(self, closure: Any = None) -> None:
         parameters = [p for g in self.param_groups for p in g["params"]]
@@ -322,7 +322,7 @@ class Joint(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [Own, WithExtra, Joint])
-def test_a_state_that_fits_one_order_only_is_kept_for_that_order(kind: type[torch.optim.SGD]) -> None:
+def test_a_state_for_one_order_is_refused_in_another(kind: type[torch.optim.SGD]) -> None:
     def make(groups: Any) -> torch.optim.Optimizer:
         return kind(groups, lr=0.1, momentum=0.9)
 
@@ -335,7 +335,7 @@ def test_a_state_that_fits_one_order_only_is_kept_for_that_order(kind: type[torc
     states = states_of(module, [optimizer])
     states.update_state(copy.deepcopy(saved), LOG)
     again = states.get_state()["optimizers"][0]
-    again.pop("attributes", None)  # `load_state_dict` has made one
+    again.pop("attributes", None)  # `load_state_dict` has created one
     assert str(again) == str(saved["optimizers"][0])
 
 
@@ -356,7 +356,7 @@ class Scaled(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [OfSome, Scaled])
-def test_an_own_optimizer_that_counts_positions_is_kept_for_its_order(kind: type[torch.optim.SGD]) -> None:
+def test_a_custom_state_by_position_is_refused_in_another_order(kind: type[torch.optim.SGD]) -> None:
     saved = saved_of([["a", "b", "c"]], kind)
     message = refusal(saved, [["c", "a", "b"]], kind)
     assert "stores its state in the order of its parameters, and the order has changed" in message
@@ -364,14 +364,14 @@ def test_an_own_optimizer_that_counts_positions_is_kept_for_its_order(kind: type
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_a_usual_optimizer_outside_of_torch_goes_by_names(kind: str) -> None:
+def test_a_subclass_of_torchs_optimizers_is_matched_by_names(kind: str) -> None:
     own = type("Renamed", (getattr(torch.optim, kind),), {})
 
     assert "ordered" not in saved_of([["a", "b"]], own)["optimizers"][0]
     assert "ordered" not in saved_of([["a", "b", "c"]], own)["optimizers"][0]
 
 
-def test_lbfgs_is_kept_for_its_order() -> None:
+def test_the_state_of_lbfgs_depends_on_the_order() -> None:
     module = Vectors(("a", "b"))
     optimizer = torch.optim.LBFGS(module.parameters())
 
@@ -395,7 +395,7 @@ def test_names_that_torch_keeps_in_a_group_follow_the_parameters() -> None:
     assert optimizer.param_groups[0]["param_names"] == ["b", "a"]
 
 
-def test_only_options_that_were_written_otherwise_are_changes() -> None:
+def test_only_options_given_with_other_values_are_changes() -> None:
     def make(weight_decay: float) -> tuple[Vectors, Any, Any, OptimizerStates]:
         module = Vectors(("a", "b"))
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=weight_decay)
@@ -409,7 +409,7 @@ def test_only_options_that_were_written_otherwise_are_changes() -> None:
     same = make(0.1)[-1]
     same.update_state(saved, RunLogger("INFO"))
     assert same.changes == []
-    for _ in range(2):  # the second time of a run that still continues with 0.1
+    for _ in range(2):  # the second time it is a run that still continues with 0.1
         resumed = make(0.2)[-1]
         resumed.update_state(saved, RunLogger("INFO"))
         [change] = resumed.changes
@@ -437,7 +437,7 @@ def run_collecting(folder: str, epochs: int) -> list[Any]:
 
 
 @pytest.mark.processes
-def test_a_module_that_collects_names_in_a_set_resumes_under_any_hash_seed(tmp_path: Path) -> None:
+def test_names_collected_in_a_set_resume_under_any_hash_seed(tmp_path: Path) -> None:
     call = "import json, sys; from tests.trainer.resume.test_optimizer_states import run_collecting as run; "
     call += "print(json.dumps(run(sys.argv[1], int(sys.argv[2]))))"
     found = []
@@ -458,14 +458,12 @@ def test_a_module_that_collects_names_in_a_set_resumes_under_any_hash_seed(tmp_p
 
 
 @pytest.mark.processes
-def test_a_zero_optimizer_resumes_with_the_same_bits_in_another_order(tmp_path: Path) -> None:
+def test_a_zero_redundancy_optimizer_resumes_in_another_order(tmp_path: Path) -> None:
     for ranks in run_world(2, rank_states.zero, directory=str(tmp_path)):
         assert ranks["resumed"] == ranks["unbroken"]
 
 
-def test_a_finished_run_that_is_resumed_does_not_speak_of_callbacks_that_never_ran(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resuming_a_finished_run_reports_no_unused_callbacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Watches(ts.Callback):
         def on_train_step_end(self, trainer: Any) -> None:
             pass

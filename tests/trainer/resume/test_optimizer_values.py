@@ -91,7 +91,7 @@ def test_a_state_keeps_its_dtypes_and_types(kind: type[Master], dtype: torch.dty
 
 
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32], ids=str)
-def test_state_of_the_dtype_of_the_parameters_follows_them_to_another(first: torch.dtype) -> None:
+def test_states_in_the_dtype_of_parameters_follow_its_change(first: torch.dtype) -> None:
     second = torch.float32 if first is torch.bfloat16 else torch.bfloat16
     module, other = layer(first), layer(second)
     optimizer, again = (torch.optim.AdamW(one.parameters(), lr=0.1, foreach=True) for one in (module, other))
@@ -147,7 +147,7 @@ def test_plain_attributes_that_have_changed_are_kept(caplog: pytest.LogCaptureFi
 
 
 class Logging(torch.optim.SGD):
-    """Appends to lists of the caller's."""
+    """Appends to lists of the caller."""
 
     def __init__(self, parameters: Any, short: list[int], long: list[int]) -> None:
         super().__init__(parameters, lr=0.1)
@@ -159,7 +159,7 @@ class Logging(torch.optim.SGD):
         super().step()
 
 
-def test_containers_get_their_items_in_place_and_large_ones_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_containers_are_restored_in_place_and_large_ones_named_once(caplog: pytest.LogCaptureFixture) -> None:
     module, other, mine = layer(torch.float32), layer(torch.float32), list[int]()
     optimizer, again = Logging(module.parameters(), [], []), Logging(other.parameters(), mine, [])
     states = states_of(module, optimizer)
@@ -172,7 +172,7 @@ def test_containers_get_their_items_in_place_and_large_ones_are_named_once(caplo
     assert (again.short is mine, mine, again.long) == (True, optimizer.short, [])
 
 
-def test_attributes_that_may_follow_the_order_of_the_parameters_are_kept_for_it() -> None:
+def test_attributes_in_parameter_order_are_refused_in_another_order() -> None:
     class Slow(torch.optim.SGD):
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, lr=lr)
@@ -184,7 +184,7 @@ def test_attributes_that_may_follow_the_order_of_the_parameters_are_kept_for_it(
         states_of(other, Slow([other.bias, other.weight], 0.1)).update_state(saved, LOG)
 
 
-def test_an_own_optimizer_that_counts_resumes_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_custom_optimizer_that_counts_resumes_with_the_same_bits(tmp_path: Path) -> None:
     def run(folder: str, epochs: int, **changes: Any) -> Any:
         module = Classifier(numbers(16), optimizer=Plain)
         train_module(module, tmp_path / folder, epochs=epochs, max_steps=changes.pop("max_steps", None), **changes)
@@ -207,7 +207,7 @@ def test_an_own_optimizer_that_counts_resumes_with_the_same_bits(tmp_path: Path)
 
 
 @pytest.mark.parametrize("trial", ["fit_micro_batch", "find_lr"])
-def test_a_trial_puts_plain_attributes_back(trial: str, tmp_path: Path) -> None:
+def test_a_trial_restores_plain_attributes(trial: str, tmp_path: Path) -> None:
     ends = []
     for one in (None, trial):
         module = Classifier(numbers(16), optimizer=Counting)

@@ -34,7 +34,7 @@ def middle_changed() -> TensorDataset:
 def resumed(
     directory: Path, first: Any, then: Any, caplog: pytest.LogCaptureFixture, module: Any = Classifier, **changes: Any
 ) -> list[str]:
-    """The indices of samples that a run over `then` names that continues one over `first`."""
+    """The indices of samples that a run over `then` reports when it resumes a run over `first`."""
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2)
     for dataset, steps in ((first, 2), (then, 4)):
         caplog.clear()
@@ -117,9 +117,7 @@ def test_other_samples_than_in_the_epoch_before_are_named(tmp_path: Path, caplog
     assert "list files in a fixed order (sorted)" in caplog.text
 
 
-def test_random_samples_that_are_equal_in_two_fetches_cause_no_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_random_samples_equal_in_two_fetches_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not resumed(tmp_path, Coin("000000111"), Coin("111111000"), caplog)
     assert not resumed(tmp_path / "named", Named("host0"), Named("host1"), caplog, module=OfDict)
 

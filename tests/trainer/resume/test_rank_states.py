@@ -20,7 +20,7 @@ from trainstack.trainer.resume.rank_states import apply_part, describe_place, di
 
 
 class Replayed(Communicator):
-    """Rank 0 of several whose answers are known: a list for each exchange."""
+    """Rank 0 of several ranks whose messages are known."""
 
     def __init__(self, others: list[dict[str, Any]]) -> None:
         self.size, self._others, self._turn = 1 + len(others), others, 0
@@ -31,7 +31,7 @@ class Replayed(Communicator):
 
 
 class Recorder(Communicator):
-    """A rank that is told that all differ; it keeps its messages."""
+    """A rank whose state differs from that of others; it records its messages."""
 
     size = 2
 
@@ -82,11 +82,11 @@ W = torch.ones(2)
         ),
     ],
 )
-def test_leaves_are_compared_bit_by_bit_in_any_order_of_sets(mine: Any, theirs: Any, expected: Any) -> None:
+def test_leaves_are_compared_by_bits_and_sets_without_order(mine: Any, theirs: Any, expected: Any) -> None:
     assert places(mine, {"module": theirs}) == expected
 
 
-def test_a_part_is_put_into_the_place_of_its_leaves() -> None:
+def test_a_part_replaces_the_leaves_of_its_tree() -> None:
     tree = {"a": {"b": 1, "c": {"d": 2}}, "e": [3]}
     part = {"a": {"b": [10], "c": {"d": [], "f": [{"g": 1}]}}, "e": [[4]]}
 
@@ -123,7 +123,7 @@ def test_buffers_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> 
     assert ranks[0]["unbroken"] != ranks[1]["unbroken"]
 
 
-def test_a_checkpointer_that_loses_the_states_of_the_ranks_is_named(tmp_path: Path) -> None:
+def test_a_checkpointer_that_loses_rank_states_is_named(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     made = arguments(tmp_path, checkpointer_args=saving)
     trainer = ts.Trainer(Classifier(), made)
@@ -148,7 +148,7 @@ class Unstorable(Classifier):
         return {**super().get_state(), "loss": torch.nn.MSELoss()}
 
 
-def test_a_state_that_cannot_be_stored_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_an_unstorable_state_is_found_before_the_first_step(tmp_path: Path) -> None:
     module = Unstorable()
     with pytest.raises(ts.UnsupportedStateError, match=r"module\.loss contains a torch\.nn\.modules\.loss\.MSELoss"):
         ts.Trainer(module, arguments(tmp_path, checkpointer_args=ts.DefaultCheckpointerArguments())).train()
@@ -171,14 +171,14 @@ class MadeByAHook(Classifier):
             super().update_state(state["weights"])
 
 
-def test_a_state_that_a_hook_makes_is_looked_at_when_it_is_there(tmp_path: Path) -> None:
+def test_a_state_that_a_hook_creates_is_saved(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     ts.Trainer(MadeByAHook(), arguments(tmp_path, checkpointer_args=saving)).train()
     assert ts.list_checkpoints(tmp_path / "checkpoints")
 
 
 class Draws(Classifier):
-    """Noise of a generator that is not saved; and one of the operating system."""
+    """Draws noise from a generator outside of its state, and has a generator of the operating system."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         super().__init__(optimizer=torch.optim.AdamW)
@@ -191,7 +191,7 @@ class Draws(Classifier):
         return super().train_step(global_step, batch, device) * torch.rand((), generator=self.noise[0])
 
 
-def test_generators_of_a_module_are_saved_unasked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_generators_of_a_module_are_saved_automatically(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     whole, cut, renamed = Draws(), Draws(), Draws()
     ts.Trainer(whole, arguments(tmp_path / "whole", checkpointer_args=saving)).train()

@@ -63,7 +63,7 @@ def start(local: Path | None, *, callbacks: Any = (), module: Any = None, **chan
 
 
 class Fails(ts.Callback):
-    """The machine is lost after a step; running uploads end, so that the test knows the uploaded files."""
+    """Loses the machine after a step. Running uploads end, so that the uploaded files are known."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -95,17 +95,17 @@ def test_another_machine_continues_with_the_same_bits(tmp_path: Path) -> None:
         ]
     )
     assert check_all_intact(RUN, tmp_path / "check") == 4
-    again = start(tmp_path / "three", epochs=3)  # from the end of the second, and both machines are followed
+    again = start(tmp_path / "three", epochs=3)  # continues from the end of the second machine
     assert again.global_steps_finished == 12
 
 
-def test_the_default_place_of_the_local_copy_is_the_cache_of_the_user(tmp_path: Path) -> None:
+def test_the_local_copy_is_in_the_users_cache_by_default(tmp_path: Path) -> None:
     trainer = start(None, epochs=1)
     assert trainer.output_dir.is_relative_to(tmp_path / "cache" / "trainstack")
     assert start(None).global_steps_finished == 8
 
 
-def test_a_run_is_not_replaced_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_run_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     start(tmp_path / "one", epochs=1)
     before = ObjectStore(RUN).list()
     with pytest.raises(ts.ConfigurationError, match=rf"output_dir='{RUN}' holds a run already"):
@@ -133,7 +133,7 @@ def test_a_second_run_at_the_address_is_refused(tmp_path: Path) -> None:
     assert f"{RUN} is in use by another run" in refused[0]
 
 
-def test_a_run_that_has_lost_the_address_stops_and_uploads_nothing_more(tmp_path: Path) -> None:
+def test_a_run_that_lost_the_address_stops_its_uploads(tmp_path: Path) -> None:
     class Replaced(ts.Callback):
         def on_train_step_end(self, trainer: ts.Trainer) -> None:
             if trainer.state.global_step == 3:
@@ -184,7 +184,7 @@ def test_uploads_that_fail_for_a_while_are_tried_again(
     assert check_all_intact(RUN, tmp_path / "check") == 4
 
 
-def test_a_failed_upload_is_an_error_at_the_end_and_the_next_start_uploads_it(tmp_path: Path) -> None:
+def test_a_failed_upload_raises_and_the_next_start_repeats_it(tmp_path: Path) -> None:
     patched = pytest.MonkeyPatch()
     fail_writes(patched, lambda name, args: name == "upload")
     with pytest.raises(ts.CheckpointError, match=rf"not everything was uploaded to {RUN}: the connection was reset"):
@@ -225,7 +225,7 @@ def test_a_copy_of_another_address_is_refused(tmp_path: Path) -> None:
         start(tmp_path / "one", output_dir="memory://bucket/other")
 
 
-def test_old_checkpoints_are_deleted_in_the_store_and_the_best_stays(tmp_path: Path) -> None:
+def test_the_store_keeps_the_newest_and_best_checkpoints(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(every_n_epochs=1, keep_last=1, keep_best=1, monitor="val/loss")
     module = Classifier(numbers(32), validate=True, lr=5.0)
     start(tmp_path / "one", module=module, epochs=4, checkpointer_args=saving)
@@ -253,7 +253,7 @@ def test_a_run_elsewhere_begins_from_an_address(address: str, tmp_path: Path) ->
 
 
 def test_a_record_that_says_saved_never_precedes_the_checkpoint(tmp_path: Path) -> None:
-    """A machine may be lost between any two writes: the next one must be able to continue."""
+    """A machine may be lost between any two writes, and the next one has to continue."""
     for allowed in range(1, 60, 4):
         fsspec.filesystem("memory").store.clear()
         patched, left = pytest.MonkeyPatch(), [allowed]
@@ -272,7 +272,7 @@ def test_a_record_that_says_saved_never_precedes_the_checkpoint(tmp_path: Path) 
             pass
         patched.undo()
         for key in ObjectStore(RUN).list(".lease"):
-            ObjectStore(RUN).delete([key])  # of a process that is gone
+            ObjectStore(RUN).delete([key])  # of a process that has ended
         assert start(tmp_path / f"two-{allowed}", max_steps=3).global_steps_finished == 3
         if ended:
             break
@@ -309,19 +309,28 @@ def test_options_that_exclude_each_other_are_refused(
     assert not any(tmp_path.iterdir())
 
 
-def test_a_signal_leaves_everything_in_the_store(tmp_path: Path) -> None:
+def test_a_signal_uploads_a_checkpoint_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+    finish = mirrors.Mirror.finish
+
+    def waiting(self: mirrors.Mirror, within_s: float | None = None) -> str | None:
+        waits.append(within_s)
+        return finish(self, within_s)
+
     class Preempted(ts.Callback):
         def on_train_step_end(self, trainer: ts.Trainer) -> None:
             if trainer.state.global_step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setattr(mirrors.Mirror, "finish", waiting)
     with pytest.raises(ts.Preempted):
-        start(tmp_path / "one", callbacks=[Preempted()])
+        start(tmp_path / "one", callbacks=[Preempted()], stop_grace_s=20.0)
+    assert waits[0] == 10.0, "the other half of the time is for the current step"
     assert "checkpoint-000000003" in places(RUN)
     assert start(tmp_path / "two").global_steps_finished == 8
 
 
-def test_a_trainer_trains_again_unless_another_has_continued(tmp_path: Path) -> None:
+def test_a_trainer_trains_again_unless_another_continued_the_run(tmp_path: Path) -> None:
     trainer = start(tmp_path / "one")
     trainer.train(epochs=3)
     assert "checkpoint-000000012" in places(RUN)

@@ -1,4 +1,4 @@
-"""Runs on a real S3 server, that of moto, with a SIGKILL within an upload."""
+"""Runs on the S3 server of moto, with a SIGKILL during an upload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def test_a_killed_upload_is_never_taken_and_the_run_continues_elsewhere(tmp_path: Path) -> None:
+def test_a_run_continues_elsewhere_after_a_killed_upload(tmp_path: Path) -> None:
     from tools.kills import remote
 
     with remote.s3_server():

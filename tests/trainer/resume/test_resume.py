@@ -1,4 +1,4 @@
-"""A run that is killed at any step and resumed gives the bits of one that was not."""
+"""A run that is killed at any step and resumed has the bits of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_two_interruptions_within_one_epoch(tmp_path: Path) -> None:
     assert resumed.global_steps_finished == unbroken.global_steps_finished == 6
 
 
-def test_a_run_never_continues_another_run_of_the_same_folder(tmp_path: Path) -> None:
+def test_a_run_never_resumes_another_run_in_its_folder(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     earlier = train(Classifier(seed=1), tmp_path, checkpointer_args=saving)
     named = train(
@@ -110,7 +110,7 @@ def test_a_run_never_continues_another_run_of_the_same_folder(tmp_path: Path) ->
     assert torch.equal(weights(again.module), weights(fresh.module))
 
 
-def test_looking_at_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
+def test_evaluating_a_run_does_not_begin_a_new_one(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     trained = train(Classifier(), tmp_path, checkpointer_args=saving)
     ts.Trainer(Classifier(validate=True), arguments(tmp_path, checkpointer_args=saving)).validate()
@@ -147,7 +147,7 @@ def test_a_resumed_run_keeps_the_seed_it_began_with(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize(("lr", "seed", "said"), [(0.5, 0, "made with lr=0.5"), (0.1, 9, "seed=9 was given")])
-def test_auto_continues_no_run_of_other_settings(lr: float, seed: int, said: str, tmp_path: Path) -> None:
+def test_auto_refuses_a_run_with_other_settings(lr: float, seed: int, said: str, tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Classifier(), tmp_path, checkpointer_args=saving)
 
@@ -199,8 +199,8 @@ class InOrder(Interrupted):
         return DataLoader(self.dataset, batch_size, shuffle=self.order == "shuffled", sampler=foreign)
 
 
-class TestWhatDoesNotFit:
-    """Another model, backend, optimizer or data set than the checkpoint's: each its sentence."""
+class TestMismatches:
+    """Another model, backend, optimizer or data set than in the checkpoint: each has a message."""
 
     saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
 
@@ -209,21 +209,21 @@ class TestWhatDoesNotFit:
             train(Interrupted(3), directory, checkpointer_args=self.saving)
         train(module, directory, checkpointer_args=self.saving, resume=True, **changes)
 
-    def test_another_model(self, tmp_path: Path) -> None:
+    def test_another_model_is_refused(self, tmp_path: Path) -> None:
         module = Classifier()
         module.net.append(torch.nn.Linear(3, 3))
         with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier: .*net\.4"):
             self.resume(module, tmp_path)
 
     @pytest.mark.spec("PMB-12")
-    def test_another_backend(self, tmp_path: Path) -> None:
+    def test_another_backend_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(
             ts.CheckpointMismatchError,
             match=r"backend 'sp-amp': it has no state for \['amp'\].*Resume with the backend string",
         ):
             self.resume(Classifier(), tmp_path, backend="sp-amp")
 
-    def test_another_optimizer(self, tmp_path: Path) -> None:
+    def test_another_number_of_optimizers_is_refused(self, tmp_path: Path) -> None:
         class Two(Classifier):
             def get_optimizers_schedulers(self, *_: Any) -> Any:
                 return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)], []
@@ -231,17 +231,17 @@ class TestWhatDoesNotFit:
         with pytest.raises(ts.CheckpointMismatchError, match=r"2 optimizers, the checkpoint has 1.*reset_optimizers"):
             self.resume(Two(), tmp_path)
 
-    def test_an_optimizer_of_another_kind(self, tmp_path: Path) -> None:
+    def test_another_class_of_optimizer_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.CheckpointMismatchError, match=r"0 is a AdamW; the checkpoint's is a SGD"):
             self.resume(Classifier(optimizer=torch.optim.AdamW), tmp_path)
 
-    def test_other_settings_are_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_other_settings_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.resume(Classifier(lr=0.5), tmp_path, train_batch_size=4)
 
         assert re.search(r"optimizers\.0\.lr +0\.1 +0\.5 +none: the saved value is used", caplog.text)
         assert re.search(r"data\.global batch +8 +4 +another run", caplog.text)
 
-    def test_other_data(self, tmp_path: Path) -> None:
+    def test_data_of_another_length_is_refused(self, tmp_path: Path) -> None:
         from tests.helpers.modules import numbers
 
         with pytest.raises(ts.CheckpointMismatchError, match=r"within epoch 0 of a data set of 41 samples.*now has 30"):
@@ -249,7 +249,7 @@ class TestWhatDoesNotFit:
 
     @pytest.mark.parametrize("before", ORDERS)
     @pytest.mark.parametrize("after", ORDERS)
-    def test_another_order_of_the_same_data_within_an_epoch(self, before: str, after: str, tmp_path: Path) -> None:
+    def test_another_order_within_an_epoch_is_refused(self, before: str, after: str, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train(InOrder(before, 3), tmp_path, checkpointer_args=self.saving)
         resumed = ts.Trainer(InOrder(after), arguments(tmp_path, checkpointer_args=self.saving, resume=True))
@@ -261,7 +261,7 @@ class TestWhatDoesNotFit:
             resumed.train()
         assert resumed.global_steps_finished == 2
 
-    def test_another_order_is_used_from_the_next_epoch_on(self, tmp_path: Path) -> None:
+    def test_another_order_is_accepted_between_epochs(self, tmp_path: Path) -> None:
         train(InOrder("shuffled"), tmp_path, checkpointer_args=self.saving)
         resumed = train(InOrder("foreign"), tmp_path, checkpointer_args=self.saving, resume=True, epochs=2)
         assert resumed.global_steps_finished == 12
@@ -277,7 +277,7 @@ class TestWhatDoesNotFit:
         resumed = train(InOrder("sequential"), tmp_path, resume=tmp_path / "old" / "checkpoint-000000002")
         assert resumed.global_steps_finished == 6
 
-    def test_another_number_of_processes_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_another_number_of_processes_is_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(KeyboardInterrupt):
             train(Interrupted(3), tmp_path, checkpointer_args=self.saving)
         newest = ts.list_checkpoints(tmp_path / "checkpoints")[-1].path

@@ -59,11 +59,11 @@ def test_arguments_that_are_not_compared_are_not_described(tmp_path: Path) -> No
         ("code.Line.train_step", ("a", "b"), Effect.OTHER_RUN),
     ],
 )
-def test_effects(name: str, values: tuple[str, str], effect: Effect) -> None:
+def test_a_change_has_the_documented_effect(name: str, values: tuple[str, str], effect: Effect) -> None:
     assert effect_of(name, *values) is effect
 
 
-def test_a_section_that_one_side_lacks_does_not_count_as_a_change() -> None:
+def test_a_missing_section_does_not_count_as_a_change() -> None:
     saved = {"arguments.max_grad_norm": "1.0", "environment.torch": "2.13"}
 
     assert changes_between(saved, {"environment.torch": "2.13"}) == []
@@ -79,7 +79,7 @@ def test_code_is_not_compared_between_versions_of_python() -> None:
     assert [c.name for c in changes_between(saved, newer)] == ["environment.python"]
 
 
-def test_a_table_shows_some_methods_of_another_class() -> None:
+def test_a_table_shows_five_changed_methods_at_most() -> None:
     code = [Change(name=f"code.f{i}", saved="a", given="b", effect=Effect.OTHER_RUN) for i in range(9)]
 
     lines = table_of(code).splitlines()
@@ -88,7 +88,7 @@ def test_a_table_shows_some_methods_of_another_class() -> None:
 
 
 class Lines:
-    """Compiles a module class from text, as an edited file would give it."""
+    """Compiles a module class from text, as from an edited file."""
 
     @staticmethod
     def compiled(body: str) -> type[ts.ModuleInterface]:
@@ -108,7 +108,7 @@ def resumed(folder: Path, module: ts.ModuleInterface, **changes: Any) -> ts.Trai
     return train(module, folder, **{"epochs": 2, "resume": True, **SAVING, **changes})
 
 
-def test_nothing_has_changed_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resume_without_changes_logs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Lines.compiled(STEP)(), tmp_path, epochs=2, **SAVING)
     resumed(tmp_path, Lines.compiled(COMMENTED)(), strict_resume=True)
 
@@ -117,7 +117,7 @@ def test_nothing_has_changed_is_one_line(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def edited_versions(folder: Path, name: str, text: str) -> Path:
-    """A copy of the newest checkpoint that says it was written in another environment."""
+    """A copy of the newest checkpoint whose description names another environment."""
     newest = ts.list_checkpoints(folder / "checkpoints")[0]
     checkpoint = ts.read_checkpoint(newest.path)
     assert checkpoint.metadata is not None
@@ -186,12 +186,21 @@ def test_strict_resume_names_each_change_and_its_remedy(
         ("cpu threads", "64", "set OMP_NUM_THREADS=64"),
     ],
 )
-def test_another_environment_in_the_checkpoint(name: str, text: str, remedy: str, tmp_path: Path) -> None:
+def test_another_environment_is_refused_with_a_remedy(name: str, text: str, remedy: str, tmp_path: Path) -> None:
     train(Classifier(), tmp_path / "run", **SAVING)
     path = edited_versions(tmp_path / "run", name, text)
 
     with pytest.raises(ts.CheckpointMismatchError, match=rf"environment\.{name} was {text} and is .*{remedy}"):
         resumed(tmp_path / "strict", Classifier(), resume=str(path), strict_resume=True)
+
+
+def test_a_fitted_micro_batch_is_not_a_change(tmp_path: Path) -> None:
+    train(Classifier(), tmp_path, epochs=1, gpu_batch_size_limit=4, **SAVING)
+    fitted = resumed(tmp_path, Classifier(), fit_micro_batch=True, max_grad_norm=0.5)
+
+    names = {change.name for change in fitted._context.changes}
+    assert "arguments.max_grad_norm" in names
+    assert "data.micro-batch" not in names
 
 
 def test_edited_code_is_named_by_its_method(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,7 +253,7 @@ def test_overwriting_a_run_deletes_its_record_of_resumes(tmp_path: Path) -> None
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_a_line_that_a_kill_has_cut_is_left_out(tmp_path: Path) -> None:
+def test_an_incomplete_line_of_the_record_is_ignored(tmp_path: Path) -> None:
     change = Change(name="arguments.seed", saved="0", given="1", effect=Effect.OTHER_RUN)
     append_resume(tmp_path, 3, [change])
     with open(tmp_path / FILE_NAME, "ab") as file:
@@ -255,7 +264,7 @@ def test_a_line_that_a_kill_has_cut_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_description_of_a_private_run_tells_nothing_of_its_records(tmp_path: Path) -> None:
+def test_a_private_runs_description_is_independent_of_its_records(tmp_path: Path) -> None:
     described = []
     for count in (41, 50):
         folder = tmp_path / str(count)

@@ -28,7 +28,7 @@ def first(tmp_path: Path) -> ts.Trainer:
 
 
 def resumed(directory: Path, **changes: Any) -> ts.Trainer:
-    """A trainer made ready on the newest checkpoint; nothing is trained."""
+    """A trainer that has loaded the newest checkpoint, and has not trained."""
     values = {"backend": "sp-amp", "epochs": 3, "seed": 5, "resume": str(directory / "checkpoints")}
     module = Classifier(optimizer=torch.optim.AdamW, scheduler=True, seed=7)
     trainer = ts.Trainer(module, arguments(directory / "other", **{**values, **changes}))
@@ -88,13 +88,13 @@ class TestModes:
         assert [info.global_step for info in found if info.kind == "checkpoint"] == [6, 12, 18]
 
     @pytest.mark.usefixtures("first")
-    def test_weights_go_under_any_backend(self, tmp_path: Path) -> None:
+    def test_weights_are_loaded_under_any_backend(self, tmp_path: Path) -> None:
         for backend in ("sp", "sp-bf16"):
             assert resumed(tmp_path, resume_mode="weights", backend=backend).global_steps_finished == 0
         with pytest.raises(ts.CheckpointMismatchError, match=r"backend 'sp': .*\['amp'\].*resume_mode='weights'"):
             resumed(tmp_path, resume_mode="weights_and_optimizer", backend="sp")
 
-    def test_contradictions(self, tmp_path: Path) -> None:
+    def test_contradictory_arguments_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"resume_mode='weight': write one of 'full', "):
             arguments(tmp_path, resume_mode="weight")
         with pytest.raises(ts.ConfigurationError, match=r"contradict each other\. Write resume_mode='weights'"):
@@ -103,7 +103,7 @@ class TestModes:
 
 @pytest.fixture
 def ledger() -> Iterator[None]:
-    """A layer whose state may not be lost, as a privacy accountant's."""
+    """A layer whose state may not be lost, such as a privacy accountant."""
 
     @ts.register_layer("ledger")
     class Ledger(ts.AbstractTrainerBackendDecorator):
@@ -126,7 +126,7 @@ def ledger() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ledger")
 class TestStateThatMustSurvive:
-    def test_it_is_never_left_behind(self, tmp_path: Path) -> None:
+    def test_it_is_never_dropped(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
         path = tmp_path / "checkpoints" / "checkpoint-000000006"
 
@@ -145,9 +145,7 @@ class TestStateThatMustSurvive:
         assert kept.trainer_backend.get_state()["ledger"] == {"steps": 12}
 
     @pytest.mark.parametrize("backend", ["sp", "sp-ledger"])
-    def test_a_checkpoints_weights_are_not_taken_without_it_by_the_name_of_their_file(
-        self, tmp_path: Path, backend: str
-    ) -> None:
+    def test_a_weights_file_of_a_checkpoint_is_refused(self, tmp_path: Path, backend: str) -> None:
         train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
         folder = tmp_path / "checkpoints" / "checkpoint-000000006"
         link = tmp_path / "weights.safetensors"
@@ -158,7 +156,7 @@ class TestStateThatMustSurvive:
             with pytest.raises(ts.CheckpointMismatchError, match=said):
                 train(Classifier(), tmp_path / "new", backend=backend, init_weights_from=file)
 
-    def test_an_export_is_a_release(self, tmp_path: Path) -> None:
+    def test_an_export_is_accepted_without_it(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, backend="sp-ledger", checkpointer_args=SAVING)
         (export,) = tmp_path.glob("checkpoints/checkpoint-model-*")
 
@@ -182,12 +180,12 @@ class TestWarmStart:
         assert torch.equal(module.net[3].weight, earlier.module.net[3].weight)
         assert f"loaded 4 tensors from {export}; 2 missing there keep their initial values: extra.weight" in caplog.text
 
-    def test_strict(self, tmp_path: Path) -> None:
+    def test_a_strict_start_refuses_missing_tensors(self, tmp_path: Path) -> None:
         path = ts.export_model({"net.0.bias": torch.zeros(8)}, tmp_path / "part")
         with pytest.raises(ts.CheckpointMismatchError, match=r"does not fit Classifier completely.*net\.0\.weight"):
             train(Classifier(), tmp_path, init_weights_from=path, init_weights_strict=True)
 
-    def test_a_resumed_checkpoint_wins(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_resumed_checkpoint_takes_precedence(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = ts.export_model(Classifier(seed=8), tmp_path / "start")
         changes = {"init_weights_from": path, "resume": "auto", "checkpointer_args": SAVING}
         fresh = train(Classifier(seed=1), tmp_path, **changes)
@@ -198,7 +196,7 @@ class TestWarmStart:
         assert torch.equal(weights(again.module), weights(fresh.module))
         assert f"init_weights_from='{path}' is not used: the run resumes from a checkpoint." in caplog.text
 
-    def test_a_pickle_is_answered_with_the_call_that_reads_it(self, tmp_path: Path) -> None:
+    def test_a_pickle_is_refused_with_the_call_to_write(self, tmp_path: Path) -> None:
         source = Classifier(seed=8)
         torch.save(source.state_dict(), tmp_path / "x.pt")
         with pytest.raises(
@@ -210,7 +208,7 @@ class TestWarmStart:
         assert trainer.plan is not None
         assert torch.equal(weights(trainer.module), weights(source))
 
-    def test_a_file_of_a_checkpoint_or_among_other_files_is_read(self, tmp_path: Path) -> None:
+    def test_a_weights_file_in_any_folder_is_read(self, tmp_path: Path) -> None:
         train(Classifier(), tmp_path, checkpointer_args=SAVING)
         file = tmp_path / "checkpoints" / "checkpoint-000000006" / "model.safetensors"
         theirs = tmp_path / "theirs"
@@ -223,13 +221,13 @@ class TestWarmStart:
                 assert train(Classifier(), tmp_path / "new", init_weights_from=source).warm_start_report is not None
             (theirs / name).unlink()
 
-    def test_a_path_that_is_none(self, tmp_path: Path) -> None:
+    def test_a_value_that_is_not_a_path_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match="init_weights_from=True: write the path of"):
             arguments(tmp_path, init_weights_from=True)
 
 
 class OneCycle(Classifier):
-    """A schedule that torch refuses to step beyond its end."""
+    """A schedule that cannot step beyond its end."""
 
     def get_optimizers_schedulers(self, estimated_global_steps_per_epoch: int, epochs: int) -> Any:
         assert self.plan is not None
@@ -254,7 +252,7 @@ class TestMoreAndFewerEpochs:
         assert longer.global_steps_finished == 24
         assert longer.get_state()["schedulers"][0]["state"]["last_epoch"] == 12
 
-    def test_a_schedule_by_epochs_is_held_against_epochs(self, tmp_path: Path) -> None:
+    def test_a_schedule_by_epochs_is_compared_with_epochs(self, tmp_path: Path) -> None:
         class ByEpochs(Classifier):
             def get_optimizers_schedulers(self, *_: Any) -> Any:
                 optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -312,7 +310,7 @@ class TestMoreAndFewerEpochs:
 
 
 @pytest.mark.parametrize("scheduler", [False, True])
-def test_a_resume_on_the_last_batch_of_an_epoch(scheduler: bool, tmp_path: Path) -> None:
+def test_a_resume_from_an_epochs_last_step_is_exact(scheduler: bool, tmp_path: Path) -> None:
     """The checkpoint is of the sixth of six steps, before validation and the epoch's end."""
     ended: list[int] = []
 
@@ -348,14 +346,14 @@ def test_a_newer_format_is_refused_with_a_correction(tmp_path: Path, monkeypatch
             train(Classifier(), tmp_path, resume=resume, checkpointer_args=SAVING)
 
 
-def test_another_precision_without_a_state_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_precision_without_a_state_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Classifier(), tmp_path, checkpointer_args=SAVING)
     train(Classifier(), tmp_path, epochs=2, backend="sp-bf16", resume=True, checkpointer_args=SAVING)
 
     assert re.search(r"arguments\.backend +'sp' +'sp-bf16' +another run", caplog.text)
 
 
-def test_another_length_of_data_at_an_epochs_end_is_accepted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_another_length_is_accepted_between_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from tests.helpers.modules import numbers
 
     train(Classifier(numbers(41)), tmp_path, checkpointer_args=SAVING)

@@ -1,4 +1,4 @@
-"""When a trainer saves, the checkpoints that remain, and the one from which it continues."""
+"""The steps at which a trainer saves, the checkpoints that it keeps, and the one from which it continues."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def test_a_fraction_of_the_run_is_rounded_up(every: float, total: int, epochs: i
     assert whole_steps("every_n_steps", every, plan(total, epochs)) == steps
 
 
-def test_whole_numbers_are_taken_as_they_are() -> None:
+def test_whole_numbers_of_steps_are_unchanged() -> None:
     assert whole_steps("every_n_steps", 3, plan(None)) == 3
 
 
 @pytest.mark.spec("HZ-20")
-def test_a_run_saves_at_fractions_and_at_the_end_of_epochs(tmp_path: Path) -> None:
+def test_a_run_saves_at_fractions_and_ends_of_epochs(tmp_path: Path) -> None:
     train(Classifier(), tmp_path, epochs=2, checkpointer_args=saving(every_n_steps=0.4))
     assert steps(tmp_path) == [5, 6, 10, 12]  # 12 steps in all
 
 
 @pytest.mark.parametrize("fields", [{"every_n_epochs": 2}, {"period": 2}, {"every_n_epochs": 2, "period": 2}], ids=str)
-def test_every_second_epoch_and_the_end_of_the_run(tmp_path: Path, fields: dict[str, int]) -> None:
+def test_a_run_saves_every_second_epoch_and_its_end(tmp_path: Path, fields: dict[str, int]) -> None:
     train(Classifier(), tmp_path, epochs=4, checkpointer_args=saving(**fields))
     assert steps(tmp_path) == [6, 18, 24]
 
@@ -76,7 +76,7 @@ class Streamed(Classifier):
         return DataLoader(Stream(), batch_size=batch_size)
 
 
-def test_a_fraction_of_an_unknown_number_of_steps_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_fraction_of_an_unknown_length_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"every_n_steps=0.5 is a fraction.*Write a whole number"):
         train(Streamed(), tmp_path, checkpointer_args=saving(every_n_steps=0.5))
     assert not (tmp_path / "checkpoints").exists()
@@ -120,7 +120,7 @@ def test_retention_changes_nothing_of_the_training(tmp_path: Path) -> None:
     assert torch.equal(weights(one.module), weights(other.module))
 
 
-def test_a_checkpoint_within_an_epoch_does_not_borrow_the_last_validation(tmp_path: Path) -> None:
+def test_a_checkpoint_within_an_epoch_has_no_validation_metrics(tmp_path: Path) -> None:
     train(Scored([0.9, 0.1]), tmp_path, epochs=2, checkpointer_args=saving(every_n_steps=4))
     found = {info.global_step: info.metrics.get("val/accuracy") for info in list_checkpoints(tmp_path / "checkpoints")}
     assert {step: found[step] for step in (4, 6, 8, 12)} == {4: None, 6: 0.9, 8: None, 12: 0.1}
@@ -145,7 +145,7 @@ def test_a_pinned_checkpoint_outlives_the_others(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 6, 24]
 
 
-def test_a_metric_that_is_never_logged_is_named_at_the_first_validation(tmp_path: Path) -> None:
+def test_an_unlogged_monitor_is_named_at_the_first_validation(tmp_path: Path) -> None:
     keep = saving(every_n_steps=2, keep_last=1, keep_best=1, monitor="val/f1")
     with pytest.raises(ts.ConfigurationError, match=r"'val/f1' has been recorded.*train/loss_epoch, val/loss"):
         train(Classifier(validate=True), tmp_path, epochs=2, checkpointer_args=keep)

@@ -13,7 +13,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import checkpoints
 
 
-class TestSavingWhereOneChooses:
+class TestSavingInAUsersFolder:
     @pytest.mark.spec("PA-22")
     def test_a_run_continues_from_a_folder_of_the_user(self, tmp_path: Path) -> None:
         whole = train(Classifier(dropout=0.2, optimizer=torch.optim.AdamW), tmp_path, epochs=1)
@@ -38,6 +38,6 @@ class TestSavingWhereOneChooses:
         assert ts.read_checkpoint(tmp_path / "mine" / "last").global_step == 6
 
     @pytest.mark.distributed
-    def test_one_copy_for_the_world_or_for_each_node(self, tmp_path: Path) -> None:
+    def test_one_copy_is_written_for_the_world_or_each_node(self, tmp_path: Path) -> None:
         ranks = run_world(2, checkpoints.saves_on_nodes, directory=str(tmp_path))
         assert ranks == [{"world": True, "node": True, "same": True}, {"world": False, "node": True, "same": True}]

@@ -52,8 +52,8 @@ def test_a_run_continues_under_another_backend_and_number_of_ranks(tmp_path: Pat
     assert not leftovers
 
 
-def test_a_resume_on_the_same_ranks_has_the_same_bits_and_roots(tmp_path: Path) -> None:
-    """Also the same roots as of a run that saves in the background."""
+def test_a_resume_on_the_same_ranks_has_the_same_bits(tmp_path: Path) -> None:
+    """The roots are also those of a run that saves in the background."""
     run_world(2, sharded.resumed, directory=str(tmp_path / "one"), backend="fsdp", max_steps=12, sharded=True)
     for steps in (4, 12):
         options = {"sharded": True, "async_save": True}
@@ -88,7 +88,7 @@ def model_chunks(directory: Path) -> list[bytes]:
     ("kind", "words"),
     [("full", "rank 1: OSError: .*No space left"), ("hidden", "rank 1 does not see .*one file system that all ranks")],
 )
-def test_if_one_rank_cannot_write_nothing_is_committed_and_all_raise(
+def test_a_failed_write_commits_nothing_and_raises_on_all(
     tmp_path: Path, kind: str, words: str, async_save: bool
 ) -> None:
     raised = run_world(3, sharded.failing, directory=str(tmp_path), kind=kind, async_save=async_save)

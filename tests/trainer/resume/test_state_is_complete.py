@@ -1,4 +1,4 @@
-"""Every component with state is in the checkpoint: the live objects of a run are walked, and asked for their state."""
+"""Every component with state is in the checkpoint: the test walks the live objects of a run and compares states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = ("trainstack", "torch", "tests", "opacus")
 
 
 def objects_below(root: Any) -> Iterator[tuple[str, Any]]:
-    """All that is reached from `root` by attributes, keys and positions, once each, with the way to it."""
+    """All objects below `root` by attributes, keys and positions, once each, with the path to each."""
     seen, ahead = {id(root)}, [("trainer", root)]
     kept = [root]
     while ahead:
@@ -64,7 +64,7 @@ def state_of(value: Any) -> Any:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `value` is one of the generators that a private run uses, and keeps nowhere."""
+    """Whether `value` is a generator; private runs use generators that are stored nowhere."""
     kinds = (torch.Generator, np.random.RandomState, np.random.Generator)
     return isinstance(value, kinds) or type(value).__name__ == "_TorchGenerator"
 
@@ -76,7 +76,7 @@ def subtrees(tree: Any) -> Iterator[Any]:
 
 
 def is_kept(state: Any, checkpoint: list[Any]) -> bool:
-    """Whether `state`, or each thing in it, is somewhere in the checkpoint."""
+    """Whether `state`, or each of its items, is in the checkpoint."""
     if any(type(state) is type(kept) and not any(True for _ in differences(state, kept)) for kept in checkpoint):
         return True
     return isinstance(state, Mapping) and all(is_kept(inner, checkpoint) for inner in state.values())
@@ -113,7 +113,7 @@ class Counter:
 
 
 @pytest.mark.parametrize("where", ["_ready().loop", "trainer_backend", "module"])
-def test_the_walk_finds_a_component_that_is_left_out(tmp_path: Path, where: str) -> None:
+def test_the_walk_finds_a_component_that_is_not_stored(tmp_path: Path, where: str) -> None:
     trainer = trained(tmp_path)
     holder: Any = trainer._ready().loop if where == "_ready().loop" else getattr(trainer, where)
     holder.extra = Counter()

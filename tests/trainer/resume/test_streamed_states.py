@@ -1,4 +1,4 @@
-"""States are saved and loaded one tensor at a time, also with failures on the way."""
+"""States are saved and loaded one tensor at a time, also with failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainstack.checkpointing import Checkpoint, read_checkpoint, write_checkpoi
 from trainstack.checkpointing.checksums import CHUNK_BYTES
 from trainstack.checkpointing.reading import read_deferred
 from trainstack.errors import CheckpointDamagedError
-from trainstack.trainer.resume.own_states import update_module
+from trainstack.trainer.resume.own_states import has_memory_for, update_module
 
 VALUES = torch.arange(12.0).reshape(3, 4)
 
@@ -45,7 +45,7 @@ def test_each_operation_reads_the_values_and_gives_an_ordinary_tensor() -> None:
         one.mul_(2)
 
 
-def test_one_tensor_in_a_tree_stays_one() -> None:
+def test_a_tensor_that_occurs_several_times_stays_shared() -> None:
     one = deferred()
     tree = {"b": [one, (one, 1)], "a": {"c": one}}
 
@@ -58,7 +58,7 @@ def test_one_tensor_in_a_tree_stays_one() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """One with a tensor of several chunks, a small one, an array, a complex and a sparse one."""
+    """A checkpoint with a tensor of several chunks, a small one, an array, a complex and a sparse one."""
     generator = torch.Generator().manual_seed(0)
     rows = 5 * CHUNK_BYTES // 2 // (4 * 1000)
     state = {
@@ -94,7 +94,7 @@ def test_rows_are_read_alone(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "later"])
-def test_damage_is_found_when_a_checkpoint_is_opened_and_when_it_is_read(checkpoint: Path, when: str) -> None:
+def test_damage_is_found_at_opening_and_at_reading(checkpoint: Path, when: str) -> None:
     def damage() -> None:
         with open(checkpoint / "model.safetensors", "r+b") as file:
             file.seek(5 * CHUNK_BYTES // 4)
@@ -118,7 +118,7 @@ def test_damage_is_found_when_a_checkpoint_is_opened_and_when_it_is_read(checkpo
 
 
 class _Renames(nn.Linear):
-    """Notes the argument of `load_state_dict`."""
+    """Records the types in the argument of `load_state_dict`."""
 
     seen: Any = None
 
@@ -138,7 +138,7 @@ def test_code_of_the_user_gets_ordinary_tensors(kind: Any) -> None:
 
 
 class _Sees(torch.optim.AdamW):
-    """Notes the argument of `load_state_dict`, and keeps it."""
+    """Records the types in the argument of `load_state_dict`."""
 
     seen: Any = None
 
@@ -185,7 +185,7 @@ def test_callbacks_get_ordinary_tensors(tmp_path: Path) -> None:
     assert {type(one) for one in keeps.loaded.module_interface_state.values()} == {Tensor}
 
 
-def test_one_process_holds_one_tensor_more_than_the_state(tmp_path: Path) -> None:
+def test_one_process_holds_one_tensor_beyond_its_state(tmp_path: Path) -> None:
     found = streamed.bytes_held(str(tmp_path), "sp")
 
     assert (found["step"], found["same"]) == (1, True)
@@ -195,7 +195,7 @@ def test_one_process_holds_one_tensor_more_than_the_state(tmp_path: Path) -> Non
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("backend", "size"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_ranks_hold_one_tensor_more_than_their_state(backend: str, size: int, tmp_path: Path) -> None:
+def test_ranks_hold_one_tensor_beyond_their_state(backend: str, size: int, tmp_path: Path) -> None:
     ranks = run_world(size, streamed.bytes_held, directory=str(tmp_path), backend=backend)
     for rank, found in enumerate(ranks):
         assert (found["step"], found["same"]) == (1, True)
@@ -209,16 +209,14 @@ def test_ranks_hold_one_tensor_more_than_their_state(backend: str, size: int, tm
 @pytest.mark.parametrize(
     ("backend", "size"), [("ddp", 2), ("fsdp", 2), pytest.param("fsdp", 3, marks=pytest.mark.long)]
 )
-def test_ranks_that_begin_with_weights_hold_one_tensor_more_than_the_module(
-    backend: str, size: int, how: str, tmp_path: Path
-) -> None:
+def test_ranks_that_load_weights_hold_one_additional_tensor(backend: str, size: int, how: str, tmp_path: Path) -> None:
     for found in run_world(size, streamed.started, directory=str(tmp_path), backend=backend, how=how):
         assert found["same"]
         assert found["most"] <= streamed.TENSOR
 
 
 @pytest.mark.distributed
-def test_a_save_in_the_background_gathers_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_a_background_save_gathers_one_tensor_at_a_time(tmp_path: Path) -> None:
     ranks = run_world(2, streamed.bytes_held, directory=str(tmp_path), backend="fsdp", async_save=True)
     assert [(found["step"], found["same"], found["save"]) for found in ranks] == [
         (1, True, streamed.TENSOR),
@@ -240,7 +238,7 @@ def test_ranks_without_the_files_get_them_from_rank_0(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("backend", "rank"), [("ddp", 1), ("fsdp", 0)])
-def test_a_file_that_is_damaged_after_its_verification_stops_the_run(backend: str, rank: int, tmp_path: Path) -> None:
+def test_a_file_damaged_after_verification_stops_the_run(backend: str, rank: int, tmp_path: Path) -> None:
     ranks = run_world(2, streamed.damaged_later, directory=str(tmp_path), backend=backend, rank=rank)
 
     assert ranks[rank]["error"].startswith("CheckpointDamagedError: ")
@@ -250,7 +248,7 @@ def test_a_file_that_is_damaged_after_its_verification_stops_the_run(backend: st
 
 
 @pytest.mark.distributed
-def test_damage_in_the_middle_of_the_newest_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_on_ranks(tmp_path: Path) -> None:
     run_world(2, streamed.finished, directory=str(tmp_path), backend="fsdp", max_steps=2)
     run_world(2, streamed.finished, directory=str(tmp_path), backend="fsdp", max_steps=3)
     file = tmp_path / "checkpoints" / "checkpoint-000000003" / "state.safetensors"
@@ -264,7 +262,7 @@ def test_damage_in_the_middle_of_the_newest_is_passed_over(tmp_path: Path) -> No
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("when", "rank"), [("load", 1), ("save", 0), pytest.param("save", 1, marks=pytest.mark.long)])
-def test_a_rank_killed_while_it_loads_or_saves_costs_nothing(when: str, rank: int, tmp_path: Path) -> None:
+def test_a_kill_during_a_load_or_save_loses_nothing(when: str, rank: int, tmp_path: Path) -> None:
     run_world(2, streamed.finished, directory=str(tmp_path), backend="fsdp", max_steps=2)
     options = {"directory": str(tmp_path), "backend": "fsdp", "rank": rank, "when": when}
     ranks = run_world(2, streamed.killed, **options, fresh=True, may_fail=True, timeout=patience(60))
@@ -285,7 +283,7 @@ def test_files_may_take_longer_than_a_collective(what: str, tmp_path: Path) -> N
 
 
 @pytest.mark.distributed
-def test_values_for_rank_0_alone(tmp_path: Path) -> None:
+def test_values_are_gathered_to_rank_0_alone(tmp_path: Path) -> None:
     ranks = run_world(3, streamed.gathers_to_main)
 
     for rank, found in enumerate(ranks):
@@ -293,3 +291,28 @@ def test_values_for_rank_0_alone(tmp_path: Path) -> None:
         assert found["values"] == [everyone, everyone, [{"t": "x" * one} for one in everyone]]
         assert found["large"] == everyone
         assert "object" in found["error"]
+
+
+class _Marked(Tensor):
+    """A subclass without inner tensors."""
+
+
+def test_values_are_copied_only_into_plain_memory() -> None:
+    for target in (torch.zeros(3, 4), nn.Parameter(torch.zeros(3, 4))):
+        assert has_memory_for(target, VALUES)
+    for target in (
+        torch.zeros(3, 4).as_subclass(_Marked),
+        torch.zeros(4, 3),
+        torch.zeros(3, 4).to_sparse(),
+        torch.zeros(3, 4, device="meta"),
+    ):
+        assert not has_memory_for(target, VALUES)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_state_of_another_number_of_parameters_gets_the_error_of_torch(others: int) -> None:
+    def optimizer(count: int) -> torch.optim.Optimizer:
+        return torch.optim.Adam([nn.Parameter(torch.ones(2)) for _ in range(count)])
+
+    with pytest.raises(ValueError, match="parameter group that doesn't match the size"):
+        load_optimizer_state(optimizer(2), optimizer(others).state_dict())

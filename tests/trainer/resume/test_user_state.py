@@ -13,7 +13,7 @@ from tests.helpers.modules import Classifier, arguments
 
 
 class Counter:
-    """Counts; nothing about it can be saved but its state."""
+    """Counts; only its state can be saved."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -32,7 +32,7 @@ def trainer(directory: Path, **changes: Any) -> ts.Trainer:
 
 
 @pytest.mark.spec("FN-50")
-def test_values_are_saved_and_come_back_over_those_given_before(tmp_path: Path) -> None:
+def test_saved_values_replace_those_given_before_training(tmp_path: Path) -> None:
     first = trainer(tmp_path)
     first.user_state.words = ["a", ("b", torch.tensor([1.5]))]
     first.user_state["count"] = 3
@@ -48,7 +48,7 @@ def test_values_are_saved_and_come_back_over_those_given_before(tmp_path: Path) 
 
 
 @pytest.mark.spec("FN-50")
-def test_an_object_is_saved_by_its_state_and_gets_it_back(tmp_path: Path) -> None:
+def test_an_object_is_saved_and_restored_by_its_state(tmp_path: Path) -> None:
     first = trainer(tmp_path)
     first.user_state.counter = Counter()
     first.user_state.counter.count = 7
@@ -61,7 +61,7 @@ def test_an_object_is_saved_by_its_state_and_gets_it_back(tmp_path: Path) -> Non
     assert counter.count == 7
 
 
-def test_an_object_that_is_missing_on_resume_is_asked_for(tmp_path: Path) -> None:
+def test_an_object_that_is_missing_on_resume_is_named(tmp_path: Path) -> None:
     first = trainer(tmp_path)
     first.user_state.counter = Counter()
     first.train()
@@ -72,7 +72,7 @@ def test_an_object_that_is_missing_on_resume_is_asked_for(tmp_path: Path) -> Non
             resumed.train()
 
 
-def test_a_wrong_name_is_answered() -> None:
+def test_a_wrong_name_is_refused_with_the_known_names() -> None:
     state = ts.UserState(count=1, words=2)
     del state.words
     with pytest.raises(AttributeError, match=r"no 'words'; it has \['count'\]"):

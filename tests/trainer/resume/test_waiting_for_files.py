@@ -1,4 +1,4 @@
-"""The other ranks wait for the files of rank 0 with a clock that the time limit of collectives does not touch."""
+"""The wait of other ranks for files of rank 0 is not subject to the time limit of collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_save_may_take_longer_than_a_collective(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["save", "export", "path"])
-def test_files_of_12_s_with_a_time_limit_of_5_s(how: str, tmp_path: Path) -> None:
+def test_files_may_take_longer_than_the_time_limit(how: str, tmp_path: Path) -> None:
     for rank in run_world(
         2, waiting.slow_files, directory=str(tmp_path), how=how, seconds=12.0, timeout_s=5.0, fresh=True
     ):
@@ -54,7 +54,7 @@ def test_the_longest_wait_is_an_argument(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_in_a_save_is_missed_in_time(tmp_path: Path) -> None:
+def test_a_kill_during_a_save_is_noticed_in_time(tmp_path: Path) -> None:
     main, other = run_world(
         2,
         waiting.slow_files,

@@ -1,12 +1,10 @@
-"""Signals before the first step and between two trainings end the process as an interrupted session (K-3)."""
+"""Signals before the first step and between two trainings end the process as an interrupted session."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +14,8 @@ import pytest
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
-from tests.helpers.patience import patience
 from tests.helpers.processes import run_world
+from tests.helpers.scripts import start_python, wait_for_pid
 from tests.helpers.workers import stopping
 from trainstack.trainer.reporting.report.facts import RunFacts
 
@@ -27,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
-    """Each test begins with Python's own handlers, and must leave them as it found them."""
+    """Begin each test with Python's handlers, and fail if the test does not restore them."""
     before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield
     gc.collect()
@@ -38,26 +36,26 @@ def usual_handlers() -> Iterator[None]:
 
 
 class Signalled(Classifier):
-    """Calls `what` in one of its methods."""
+    """Calls `action` in the method `where`."""
 
-    def __init__(self, where: str = "", what: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, where: str = "", action: Callable[[], None] = lambda: None) -> None:
         super().__init__(numbers(24))
-        self.where, self.what = where, what
+        self.where, self.action = where, action
 
-    def come(self, name: str) -> None:
+    def reach(self, name: str) -> None:
         if name == self.where:
-            self.what()
+            self.action()
 
     def get_optimizers_schedulers(self, *given: Any) -> Any:
-        self.come("optimizers")
+        self.reach("optimizers")
         return super().get_optimizers_schedulers(*given)
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
-        self.come("loader")
+        self.reach("loader")
         return super().get_train_dataloader(sampler, batch_size)
 
     def update_state(self, state: Any) -> None:
-        self.come("restoring")
+        self.reach("restoring")
         super().update_state(state)
 
 
@@ -76,7 +74,7 @@ def newest_session(folder: Path) -> str:
 
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("where", ["optimizers", "loader", "restoring"])
-def test_a_signal_while_the_module_is_made_ready(where: str, number: int, tmp_path: Path) -> None:
+def test_a_signal_during_preparation_stops_the_run_without_saving(where: str, number: int, tmp_path: Path) -> None:
     trainer_of(Signalled(), tmp_path, epochs=1).train()
     saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     assert newest_session(tmp_path) == "finished"
@@ -88,7 +86,7 @@ def test_a_signal_while_the_module_is_made_ready(where: str, number: int, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == saved
 
 
-def test_ctrl_c_while_the_module_is_made_ready_stops_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_during_preparation_stops_at_once(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt, match="stopped by Ctrl-C before the first step"):
@@ -99,9 +97,9 @@ def test_ctrl_c_while_the_module_is_made_ready_stops_at_once(tmp_path: Path) -> 
     assert newest_session(tmp_path) == "interrupted"
 
 
-def test_in_a_job_of_slurm_a_signal_outside_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_outside_of_train_stops_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(Signalled(), tmp_path)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "elsewhere nothing is taken"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "without a job the handlers are unchanged"
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     trainer = trainer_of(Signalled(), tmp_path)
     for called in ("before", "after"):
@@ -116,7 +114,7 @@ def test_in_a_job_of_slurm_a_signal_outside_of_train(tmp_path: Path, monkeypatch
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_trainers_in_a_job_give_signals_back_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainers_in_a_job_restore_handlers_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     first, second = trainer_of(Signalled(), tmp_path), trainer_of(Signalled(), tmp_path)
     first.close()
@@ -157,7 +155,7 @@ def test_a_trainer_keeps_its_handlers_after_the_end_of_another(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
-def test_a_signal_to_some_ranks_before_the_first_step_stops_all(ranks: list[int], tmp_path: Path) -> None:
+def test_an_early_signal_to_some_ranks_stops_all(ranks: list[int], tmp_path: Path) -> None:
     for rank in run_world(2, stopping.told_early, directory=str(tmp_path), ranks=ranks):
         assert rank["code"] == 75
         assert "stopped by SIGUSR1 after global step 0" in rank["said"]
@@ -166,25 +164,26 @@ def test_a_signal_to_some_ranks_before_the_first_step_stops_all(ranks: list[int]
 
 
 @pytest.mark.processes
-def test_a_process_that_was_preempted_ignores_sigterm_while_it_exits(tmp_path: Path) -> None:
-    """A scheduler sends it to ranks that leave later than the first, and 75 would become 143 (K-2)."""
+def test_a_preempted_process_ignores_sigterm_while_it_exits(tmp_path: Path) -> None:
+    """A scheduler sends it to ranks that leave later than the first, and the exit code 75 would become 143."""
     script = f"""
 import atexit, os, signal, time
+from pathlib import Path
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments
+folder = Path({str(tmp_path)!r})
 def slow():
-    print("exits", flush=True)
-    time.sleep(1.0)
+    (folder / "exits").write_text(str(os.getpid()))
+    while not (folder / "told").exists():
+        time.sleep(0.01)
 atexit.register(slow)
 class Told(Classifier):
     def train_step(self, global_step, batch, device):
         os.kill(os.getpid(), signal.SIGUSR1)
         return super().train_step(global_step, batch, device)
-ts.Trainer(Told(), arguments({str(tmp_path)!r})).train()
+ts.Trainer(Told(), arguments(folder / "run")).train()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "exits\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(patience(10)) == 75
-    process.stdout.close()
+    program = start_python("-c", script, cwd=ROOT)
+    os.kill(wait_for_pid(tmp_path / "exits", program), signal.SIGTERM)
+    (tmp_path / "told").touch()
+    assert program.result().returncode == 75

@@ -24,17 +24,13 @@ def said(module: ts.ModuleInterface, directory: Path, out: pytest.CaptureFixture
     return out.readouterr().out
 
 
-def test_a_run_that_took_all_its_steps_does_not_speak_of_a_spent_budget(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_run_does_not_report_a_spent_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(Classifier(), tmp_path, capsys, target_epsilon=3.0)
     assert "12 taken, 12 planned" in text
     assert "budget is spent" not in text
 
 
-def test_a_run_that_its_budget_ended_says_so_with_the_epsilon_of_the_statement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_spent_budget_is_reported_with_the_stated_epsilon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(Classifier(), tmp_path, capsys, noise_multiplier=1.0, max_epsilon=3.0)
     spent = text.split("budget is spent: epsilon is ")[1].split(" ")[0]
     assert f"The training is (epsilon {spent}, delta" in text
@@ -49,6 +45,6 @@ def test_coarse_parameters_are_named_in_one_sentence(tmp_path: Path) -> None:
     assert str(caught.value).count("torch.bfloat16") == 1
 
 
-def test_a_detached_loss_is_answered_with_the_value_to_return(tmp_path: Path) -> None:
+def test_a_detached_loss_is_refused_with_a_correction(tmp_path: Path) -> None:
     with pytest.raises(ts.ModuleContractError, match=r"Do not call \.item\(\) or \.detach\(\) on it"):
         ts.Trainer(Detached(), private(tmp_path)).train()

@@ -1,4 +1,4 @@
-"""The rest of an epoch left out, fractions of epochs, and saves that are due by time."""
+"""Epochs that end early, fractions of epochs, and saves that are due by time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAVES = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=1, k
 
 
 class Shortened(ts.Callback):
-    """Ends each epoch but the last after `steps`."""
+    """Ends each epoch except the last after `steps`."""
 
     def __init__(self, steps: int = 3, stop_after: int | None = None) -> None:
         self.steps, self.stop_after, self.calls = steps, stop_after, list[Any]()
@@ -43,7 +43,7 @@ def _shortened(directory: Path, stop_after: int | None = None, **changes: Any) -
     return trainer, callback
 
 
-def test_the_rest_of_an_epoch_is_left_out_and_the_next_one_follows(tmp_path: Path) -> None:
+def test_end_epoch_skips_the_rest_of_an_epoch(tmp_path: Path) -> None:
     trainer, callback = _shortened(tmp_path)
     assert callback.calls == [(0, 3), (1, 6), (2, 12)]
     assert [record.step for record in trainer.history.records("val/loss")] == [3, 6, 12]
@@ -58,7 +58,7 @@ def test_a_shortened_epoch_is_resumed_exactly(tmp_path: Path, after: int) -> Non
     assert torch.equal(weights(whole.module), weights(resumed.module))
 
 
-def test_an_epoch_is_not_ended_where_none_is_trained(tmp_path: Path) -> None:
+def test_end_epoch_is_refused_outside_of_an_epoch(tmp_path: Path) -> None:
     class Late(ts.Callback):
         def on_epoch_end(self, trainer: Any) -> None:
             trainer.end_epoch()
@@ -107,7 +107,7 @@ def test_a_fraction_of_an_unknown_length_is_refused(tmp_path: Path) -> None:
         train(StreamsTraining(), tmp_path / "train", max_train_steps_per_epoch=0.5)
 
 
-def test_no_training_step_at_all_is_answered_with_validate(tmp_path: Path) -> None:
+def test_zero_training_steps_are_refused_with_a_correction(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"call trainer\.validate\(\)"):
         arguments(tmp_path, max_train_steps_per_epoch=0)
 
@@ -122,7 +122,7 @@ class Slow(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_validation_and_checkpoints_come_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validations_and_checkpoints_are_due_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Slow(numbers(240), validate=True)
     timer = partial(Timer, clock=lambda: module.now)
     for name in ("run.due_work", "core.intervals"):
@@ -134,7 +134,7 @@ def test_validation_and_checkpoints_come_by_time(tmp_path: Path, monkeypatch: py
         validate_every=ts.Every(time=timedelta(milliseconds=200)),
         checkpointer_args=saves,
     )
-    # A pause of one step follows each of them: the next interval begins when the timer is read again.
+    # One step passes after each of them: the next interval begins when the timer is read again.
     assert [record.step for record in trainer.history.records("val/loss")] == [7, 15, 23]
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     at_steps = [4, 9, 14, 19, 24, 29, 30]
@@ -145,7 +145,7 @@ def test_validation_and_checkpoints_come_by_time(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_a_timer_meets_few_times_and_does_not_count_due_saves() -> None:
+def test_a_timer_broadcasts_rarely_and_restarts_after_due_work() -> None:
     now, asked = 0.0, 0
 
     class Comm:
@@ -165,7 +165,7 @@ def test_a_timer_meets_few_times_and_does_not_count_due_saves() -> None:
     assert asked < 80
 
 
-def test_a_time_between_validations_is_plain_in_files_and_checked(tmp_path: Path) -> None:
+def test_a_time_between_validations_is_saved_in_seconds(tmp_path: Path) -> None:
     args = arguments(tmp_path, validate_every=ts.Every(time="00:30:00"))
     assert args.to_dict()["validate_every"]["time"] == 1800.0
     assert ts.TrainerArguments.from_dict({"validate_every": {"time": "00:30:00"}}).validate_every == args.validate_every
@@ -193,7 +193,7 @@ def test_a_one_cycle_schedule_that_does_not_fit_is_named(
 
 
 class Rated(Classifier):
-    """A metric whose names are known when it is computed."""
+    """A metric whose names are known only after it is computed."""
 
     class Ratio:
         def reset(self) -> None:
@@ -216,15 +216,13 @@ def test_a_monitor_without_its_prefix_is_found_before_training(tmp_path: Path) -
     assert trainer.state.global_step == 0
 
 
-def test_a_callback_whose_state_is_in_the_checkpoint_and_that_is_not_given_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_saved_callback_that_is_missing_on_resume_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Counts(ts.Callback):
         def get_state(self) -> dict[str, Any]:
             return {"calls": 3}
 
         def update_state(self, state: Any) -> None:
-            """Nothing to take."""
+            """Restores nothing."""
 
     ts.Trainer(Classifier(), arguments(tmp_path, **SAVES), callbacks=[Counts()]).train()
     for given, says in (([Counts()], []), ([], [True])):
@@ -235,7 +233,7 @@ def test_a_callback_whose_state_is_in_the_checkpoint_and_that_is_not_given_is_na
 
 
 @pytest.mark.distributed
-def test_all_ranks_end_an_epoch_and_validate_by_time_at_the_same_steps(tmp_path: Path) -> None:
+def test_ranks_end_epochs_and_validate_at_the_same_steps(tmp_path: Path) -> None:
     from tests.helpers.processes import run_world
     from tests.helpers.workers.epoch_limits import shortened
 

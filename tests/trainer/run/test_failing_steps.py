@@ -1,4 +1,4 @@
-"""An error in a step says where it was raised, and which samples the micro-batch held."""
+"""An error in a step names its place and the samples of the micro-batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Numbered(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Failing(Classifier):
-    """Fails at the micro-batch that holds `sample` of epoch `epoch`, and keeps its content."""
+    """Fails at the micro-batch with `sample` in epoch `epoch`, and keeps its samples."""
 
     def __init__(self, sample: int, epoch: int = 1, **changes: Any) -> None:
         super().__init__(**{"dataset": Numbered(), **changes})
@@ -64,7 +64,7 @@ def test_the_samples_of_a_micro_batch_that_fails_are_named(limit: int, sample: i
     assert (", micro-batch " in notes(caught.value)) == (limit < 8)
 
 
-def test_no_more_than_some_are_printed(tmp_path: Path) -> None:
+def test_a_long_list_of_samples_is_shortened(tmp_path: Path) -> None:
     module = Failing(0, epoch=0, dataset=numbers(300))
     module.sample = int(module.dataset.tensors[0][0, 0])
     module.train_step = lambda **_: 1 / 0  # type: ignore[method-assign, assignment]
@@ -73,7 +73,7 @@ def test_no_more_than_some_are_printed(tmp_path: Path) -> None:
     assert ", ... (200 in all) of the training data set" in notes(caught.value)
 
 
-def test_where_the_order_is_not_the_librarys_step_and_micro_batch_are_named_alone(tmp_path: Path) -> None:
+def test_samples_of_a_loader_with_custom_order_are_not_named(tmp_path: Path) -> None:
     class Lists(Failing):
         def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
             return [*super().get_train_dataloader(sampler, batch_size)]
@@ -95,7 +95,7 @@ def test_a_sample_that_cannot_be_loaded_is_named(workers: int, tmp_path: Path) -
         assert "raised by the data set for sample 11" in said
 
 
-def test_private_runs_tell_no_samples(tmp_path: Path) -> None:
+def test_errors_of_private_runs_name_no_samples(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no") as caught:
         train(Failing(3, epoch=0), tmp_path, epochs=2, backend="sp-dp")
     assert "samples" not in notes(caught.value)
@@ -117,7 +117,7 @@ def test_the_batch_of_an_evaluation_that_fails_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["train_step", "val_step", "get_train_dataloader", "batch_weight"])
-def test_stop_training_outside_of_a_hook_is_answered_with_the_hooks(where: str, tmp_path: Path) -> None:
+def test_stop_training_outside_of_a_hook_is_refused(where: str, tmp_path: Path) -> None:
     def stop(*_: Any, **__: Any) -> Any:
         if module.armed:
             raise ts.StopTraining("enough")

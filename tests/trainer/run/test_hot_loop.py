@@ -49,7 +49,7 @@ def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[CountsReads]:
 
 
 class ReadsPerStep(Classifier):
-    """Notes how many reads had happened at the end of each step."""
+    """Records the number of reads until the end of each step."""
 
     counter: Any = None
 
@@ -70,7 +70,7 @@ def test_nothing_is_read_back_between_log_points(
 ) -> None:
     """With bar, history, writers, hook, logged values and clipping: reads happen at steps 10, 20, 30 only.
 
-    Gradient norms and losses on the CPU are read at once, which waits for nothing; here they are not to.
+    Gradient norms and losses on the CPU are usually read at once, which waits for nothing. The test turns this off.
     """
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
     monkeypatch.setattr(fast_paths, "READS_ON_HOST", False)
@@ -102,7 +102,7 @@ class TwoOptimizers(ReadsPerStep):
 
 
 @pytest.mark.parametrize("clip_grads", [True, False])
-def test_amp_reads_one_number_a_step_however_many_optimizers(
+def test_amp_reads_one_number_a_step_for_two_optimizers(
     clip_grads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast_paths, "MOST_ON_HOST", 0.0)
@@ -116,7 +116,7 @@ def test_amp_reads_one_number_a_step_however_many_optimizers(
     assert [b - a for a, b in pairwise(module.reads)] == [1] * 5
 
 
-def test_the_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counter_counts_each_kind_of_read(monkeypatch: pytest.MonkeyPatch) -> None:
     with reads_counted(monkeypatch) as counter:
         value = torch.ones(2).sum()
         before = counter.count
@@ -173,7 +173,7 @@ def test_no_step_waits_for_a_gpu_between_log_points(backend: str, tmp_path: Path
     class Watched(Classifier):
         def on_end_train_step(self, global_step: int) -> None:
             last = global_step == self.plan.total_steps  # the epoch's end reads its losses
-            if global_step > 2:  # the first steps make handles and move nothing else
+            if global_step > 2:  # the first steps create handles of CUDA libraries
                 torch.cuda.set_sync_debug_mode("default" if last else "error")
 
     module = Watched(dataset=numbers(96))

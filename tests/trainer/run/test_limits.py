@@ -1,4 +1,4 @@
-"""Where a run ends: after a number of global steps, and further on when `train` is called again."""
+"""A run ends after a number of global steps, and later if `train` is called again."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def val_steps(trainer: ts.Trainer) -> list[int]:
     ],
     ids=str,
 )
-def test_a_run_over_epochs_of_six_steps_ends_after_so_many(
+def test_a_run_ends_after_the_given_number_of_steps(
     limits: dict[str, Any], steps: int, ended: list[int], validated: list[int], tmp_path: Path
 ) -> None:
     module = Hooked()
@@ -56,13 +56,13 @@ def test_a_run_over_epochs_of_six_steps_ends_after_so_many(
     assert trainer.global_steps_finished == trainer.plan.total_steps == steps
     assert module.ended == ended
     assert val_steps(trainer) == validated
-    if "backend" not in limits:  # a private run tells no loss
+    if "backend" not in limits:  # a private run records no loss
         assert [record.step for record in trainer.history.records("train/loss")] == [steps]
     trainer.train()
     assert trainer.global_steps_finished == steps
 
 
-def test_a_loader_without_a_length_is_read_as_often_as_it_takes(tmp_path: Path) -> None:
+def test_a_loader_without_a_length_is_read_repeatedly(tmp_path: Path) -> None:
     class Stream(Hooked):
         def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
             return iter([*super().get_train_dataloader(sampler, batch_size)])
@@ -81,7 +81,7 @@ def test_a_value_other_than_a_number_of_steps_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("max_steps", [4, 6, 9])
-def test_a_limited_run_resumed_from_any_step_ends_as_if_unbroken(max_steps: int, tmp_path: Path) -> None:
+def test_a_limited_run_resumes_exactly_from_any_step(max_steps: int, tmp_path: Path) -> None:
     made: dict[str, Any] = {"max_steps": max_steps, "log_every": 2}
     saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
     torch.manual_seed(1)
@@ -97,7 +97,7 @@ def test_a_limited_run_resumed_from_any_step_ends_as_if_unbroken(max_steps: int,
 @pytest.mark.spec("FN-34")
 @pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 2}, {"max_steps": 4}, {"max_steps": 8}], ids=str)
 @pytest.mark.parametrize("then", [{"epochs": 3}, {"max_steps": 15}], ids=str)
-def test_train_called_again_continues_as_if_it_had_never_ended(
+def test_train_called_again_equals_one_longer_training(
     first: dict[str, Any], then: dict[str, Any], tmp_path: Path
 ) -> None:
     torch.manual_seed(1)
@@ -114,7 +114,7 @@ def test_train_called_again_continues_as_if_it_had_never_ended(
     assert trainer.global_steps_finished == unbroken.global_steps_finished
 
 
-def test_a_longer_run_may_be_asked_for_before_the_first(tmp_path: Path) -> None:
+def test_arguments_of_the_first_train_call_extend_the_run(tmp_path: Path) -> None:
     trainer = ts.Trainer(Hooked(), arguments(tmp_path))
     trainer.train(epochs=2)
     assert trainer.global_steps_finished == 12
@@ -182,9 +182,7 @@ class Halving:
 
 @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
 @pytest.mark.parametrize("kind", TOO_SHORT)
-def test_a_schedule_that_would_end_before_the_longer_run_is_refused(
-    kind: str, longer: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_schedule_shorter_than_the_extended_run_is_refused(kind: str, longer: dict[str, Any], tmp_path: Path) -> None:
     make, words = TOO_SHORT[kind]
     trainer = train(Scheduled(make), tmp_path)
     written = "=".join(map(str, *longer.items()))
@@ -197,7 +195,7 @@ def test_a_schedule_that_would_end_before_the_longer_run_is_refused(
 
 
 @pytest.mark.parametrize("kind", LONG_ENOUGH)
-def test_a_schedule_that_leaves_a_rate_continues_as_planned(kind: str, tmp_path: Path) -> None:
+def test_a_schedule_that_leaves_a_rate_continues(kind: str, tmp_path: Path) -> None:
     make = LONG_ENOUGH[kind]
     trainer, planned = train(Scheduled(make), tmp_path), Scheduled(lambda o, n: make(o, 6))
     trainer.train(epochs=3)
@@ -207,7 +205,7 @@ def test_a_schedule_that_leaves_a_rate_continues_as_planned(kind: str, tmp_path:
     assert torch.equal(weights(trainer.module), weights(planned))
 
 
-def test_the_plan_says_how_long_the_run_is() -> None:
+def test_the_plan_shows_the_length_of_the_run() -> None:
     plan = TrainingPlan.make(train_batch_size=8, gpu_batch_size_limit=8, dataset_length=41, max_steps=15)
     assert (plan.epochs, plan.total_steps, plan.estimated_global_steps_per_epoch) == (3, 15, 7)
     assert plan.rest(2, 12).total_steps == 3

@@ -17,7 +17,7 @@ from trainstack.trainer.reporting.loss_meter import ExactSum
 
 
 class InOrder(Classifier):
-    """Without shuffling, so that a hand-written loop sees the same batches."""
+    """Without shuffling, so that a plain loop has the same batches."""
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
         return DataLoader(self.dataset, batch_size=batch_size)
@@ -98,7 +98,7 @@ class Tokens(ts.ModuleInterface):
 @pytest.mark.spec("PA-31")
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])
 def test_a_loss_over_tokens_counts_by_tokens(limit: int, tmp_path: Path) -> None:
-    """Micro-batches without a single token (their loss is nan) are left out as they should be."""
+    """Micro-batches without tokens, whose loss is nan, are ignored."""
     reference, split = Tokens(), Tokens()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
     for tokens in reference.dataset.tensors[0].split(6):
@@ -168,7 +168,7 @@ def test_a_weight_other_than_a_count_is_refused(weight: float, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("log_every", [1, 1000])
-def test_losses_that_add_up_to_more_than_a_float_holds_are_an_error(log_every: int, tmp_path: Path) -> None:
+def test_losses_whose_sum_overflows_are_an_error(log_every: int, tmp_path: Path) -> None:
     class Huge(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return 0.0 * super().train_step(global_step, batch, device).double() + 1e308
@@ -178,7 +178,7 @@ def test_losses_that_add_up_to_more_than_a_float_holds_are_an_error(log_every: i
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_an_exact_sum_with_nan_or_infinity_ends(value: float) -> None:
+def test_an_exact_sum_refuses_nan_infinity_and_overflow(value: float) -> None:
     total = ExactSum([1.0])
     with pytest.raises(ts.NonFiniteError, match=f"one is {value}[.]"):
         total.add_all([value, 2.0])

@@ -14,7 +14,7 @@ from tests.helpers.modules import Classifier, Hooked, Noisy, arguments, weights
 
 
 class Line(ts.SupervisedModule):
-    """A quadratic bowl of curvature 2: rates above 1 diverge, rates far below crawl."""
+    """A quadratic loss of curvature 2: rates above 1 diverge, rates far below 1 converge slowly."""
 
     def __init__(self) -> None:
         net = nn.Linear(1, 1, bias=False)
@@ -26,9 +26,7 @@ class Line(ts.SupervisedModule):
 class TestLearningRateFinder:
     @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
     @pytest.mark.parametrize("trained", [False, True])
-    def test_a_run_afterwards_is_that_of_a_trainer_that_never_searched(
-        self, backend: str, trained: bool, tmp_path: Path
-    ) -> None:
+    def test_a_search_leaves_no_trace_in_the_run(self, backend: str, trained: bool, tmp_path: Path) -> None:
         results = []
         for searches in (False, True):
             torch.manual_seed(1)
@@ -57,7 +55,7 @@ class TestLearningRateFinder:
         assert ratios == pytest.approx([1e7 ** (1 / 119)] * len(ratios))
         assert found.losses[0] == pytest.approx(25.0)
 
-    def test_a_step_that_overflows_tells_nothing_of_its_rate(self, tmp_path: Path) -> None:
+    def test_overflowing_steps_change_neither_rates_nor_losses(self, tmp_path: Path) -> None:
         changes: dict[str, Any] = {"backend": "sp-amp", "backend_options": {"amp": {"init_scale": 2.0**20}}}
         found = [
             ts.find_lr(ts.Trainer(Line(), arguments(tmp_path, clip_grads=False, **more)), start=1e-3, end=1, steps=20)
@@ -68,7 +66,7 @@ class TestLearningRateFinder:
         assert found[1].rates == found[0].rates
         assert found[1].losses == pytest.approx(found[0].losses, rel=1e-2, abs=1e-2)
 
-    def test_a_loss_over_nothing_ends_the_search(self, tmp_path: Path) -> None:
+    def test_a_step_without_items_ends_the_search(self, tmp_path: Path) -> None:
         class Nothing(Classifier):
             def batch_weight(self, batch: Any) -> float:
                 return 0.0
@@ -77,7 +75,7 @@ class TestLearningRateFinder:
         assert (found.rates, found.suggestion) == ((), None)
 
     @pytest.mark.parametrize("warms_up", [False, True])
-    def test_groups_keep_their_proportion(self, warms_up: bool, tmp_path: Path) -> None:
+    def test_rates_of_groups_keep_their_proportion(self, warms_up: bool, tmp_path: Path) -> None:
         seen: list[tuple[float, ...]] = []
 
         class Groups(Classifier):
@@ -98,7 +96,7 @@ class TestLearningRateFinder:
         trainer.train()
         assert seen[3] == ((0.0, 0.0) if warms_up else (2.0, 0.5))
 
-    def test_a_training_without_a_trial_is_refused(self, tmp_path: Path) -> None:
+    def test_a_search_that_is_not_possible_is_refused(self, tmp_path: Path) -> None:
         class Inside(Classifier):
             def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
                 ts.find_lr(self.trainer)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`max_time` ends a training in good order."""
+"""`max_time` ends a training with a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAVING = ts.DefaultCheckpointerArguments()
     ("value", "seconds"),
     [(90, 90.0), (0.5, 0.5), ("00:01:30", 90.0), ("11:30:00", 41400.0), ("1:00:00:01", 86401.0), ("100:0:5", 360005.0)],
 )
-def test_a_duration_is_a_number_of_seconds_or_a_clocks_reading(value: Any, seconds: float) -> None:
+def test_a_duration_is_in_seconds_or_has_clock_format(value: Any, seconds: float) -> None:
     assert seconds_of("max_time", value) == seconds
     assert ts.TrainerArguments.from_dict(ts.TrainerArguments(max_time=value).to_dict()).max_time == value
 
@@ -33,7 +33,7 @@ def test_a_value_other_than_a_duration_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("moment", ["in a step", "in a validation", "before the first step"])
-def test_it_ends_like_a_request_with_a_checkpoint_and_the_run_continues(
+def test_it_saves_a_checkpoint_from_which_the_run_continues(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[float, Callable[[], None]]] = []
@@ -74,7 +74,7 @@ def test_it_ends_like_a_request_with_a_checkpoint_and_the_run_continues(
     assert [seconds for seconds, _ in started] == [3600.0, 3600.0]
 
 
-def test_by_a_real_clock(tmp_path: Path) -> None:
+def test_a_real_clock_ends_an_endless_training(tmp_path: Path) -> None:
     class Endless(Classifier):
         def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
             return itertools.repeat(self.dataset[:8])
@@ -84,7 +84,7 @@ def test_by_a_real_clock(tmp_path: Path) -> None:
     assert trainer.stop_reason == "max_time=0.1 is over"
 
 
-def test_a_time_in_a_yaml_file_is_not_read_as_a_number_of_base_60(tmp_path: Path) -> None:
+def test_a_time_in_yaml_is_not_read_in_base_60(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("max_time: 1:00:00:00\nepochs: 3\nlog_every: 0.5\n")
     args = ts.TrainerArguments.from_yaml(path)

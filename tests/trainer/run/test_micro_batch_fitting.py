@@ -61,7 +61,7 @@ class TestFittingTheMicroBatch:
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             train(Hungry(0), tmp_path, fit_micro_batch=True)
 
-    def test_a_training_without_a_trial_is_refused(self, tmp_path: Path) -> None:
+    def test_it_is_refused_where_a_trial_is_not_possible(self, tmp_path: Path) -> None:
         class Lists(Classifier):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
@@ -72,7 +72,7 @@ class TestFittingTheMicroBatch:
             train(Classifier(), tmp_path, fit_micro_batch=True, backend="sp-dp")
 
     @pytest.mark.distributed
-    def test_all_processes_take_the_size_that_fits_on_each(self) -> None:
+    def test_all_processes_use_the_size_that_fits_on_each(self) -> None:
         from tests.helpers.processes import run_world
         from tests.helpers.workers.micro_batch import hungry
 

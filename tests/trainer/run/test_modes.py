@@ -29,7 +29,7 @@ def backbone() -> nn.Sequential:
 
 
 class Parts(Classifier):
-    """A frozen backbone in eval mode before a network, and the modes of some parts in each step."""
+    """A frozen backbone in eval mode before a network; records the modes of some parts in each step."""
 
     def __init__(self, watched: str = "backbone backbone.1 net", **changes: Any) -> None:
         super().__init__(numbers(16), validate=True, **changes)
@@ -43,14 +43,12 @@ class Parts(Classifier):
         return super().train_step(global_step, (self.backbone(batch[0]), batch[1]), device)
 
 
-def test_a_frozen_backbone_stays_in_eval_mode_over_validations_a_second_train_and_a_resume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_frozen_backbone_stays_in_eval_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = ts.DefaultCheckpointerArguments()
     module = Parts()
     trainer = ts.Trainer(module, arguments(tmp_path, checkpointer_args=saving, validate_every=1))
     trainer.train()
-    module.eval()  # for a look at the outputs
+    module.eval()  # as a user does before reading outputs
     trainer.train(epochs=3)
     resumed = Parts()
     train(resumed, tmp_path, checkpointer_args=saving, resume=True, epochs=4)
@@ -77,7 +75,7 @@ def test_a_frozen_backbone_stays_in_eval_mode_over_validations_a_second_train_an
         (lambda m: setattr(m, "keep_modes", True), (False, False, True, True)),
     ],
 )
-def test_parts_in_eval_mode_keep_it_where_nothing_in_them_is_trained(
+def test_parts_without_trained_parameters_keep_eval_mode(
     prepare: Any, expected: tuple[bool, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Parts("backbone backbone.1 net net.4")
@@ -94,14 +92,14 @@ def test_parts_in_eval_mode_keep_it_where_nothing_in_them_is_trained(
     ("names", "said"),
     [(("a",), "a had .* and trains in training mode"), (("a", "b"), "a, b had .* and train in training")],
 )
-def test_the_description_of_modes_agrees_in_number(names: tuple[str, ...], said: str) -> None:
+def test_the_description_of_modes_has_singular_and_plural(names: tuple[str, ...], said: str) -> None:
     assert re.match(said, describe_modes(nn.Module(), Decision({}, (), names)))
 
 
 @pytest.mark.parametrize("hook", ["on_end_train_epoch", "on_end_val_epoch", "on_epoch_end", "on_end_train_step"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_forgotten_eval_in_a_hook_ends_with_the_epoch(hook: str, keep: bool, tmp_path: Path) -> None:
-    """In a step it lasts to the end of the epoch, where it may be meant."""
+    """In a step, where it may be intended, it lasts to the end of the epoch."""
     kind = type("Forgets", (Parts,), {hook: lambda self, *_, **__: self.eval() and None, "keep_modes": keep})
     module = kind("net")
     train(module, tmp_path, epochs=3)
@@ -109,7 +107,7 @@ def test_a_forgotten_eval_in_a_hook_ends_with_the_epoch(hook: str, keep: bool, t
     assert module.seen == ([(True,), (False,)] * 3 if hook == "on_end_train_step" else [(True,)] * 6)
 
 
-def test_modes_that_a_hook_sets_when_an_epoch_begins_hold_for_that_epoch(tmp_path: Path) -> None:
+def test_modes_set_when_an_epoch_begins_hold_for_it(tmp_path: Path) -> None:
     class Thaws(Parts):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             if epoch < 2:
@@ -124,7 +122,7 @@ def test_modes_that_a_hook_sets_when_an_epoch_begins_hold_for_that_epoch(tmp_pat
     assert module.seen == [(False,)] * 4 + [(True,)] * 4
 
 
-def test_a_module_that_acts_in_train_is_called_where_its_mode_changes(tmp_path: Path) -> None:
+def test_train_methods_are_called_only_when_the_mode_changes(tmp_path: Path) -> None:
     class Acts(nn.Linear):
         def train(self, mode: bool = True) -> Any:
             calls.append(mode)
@@ -140,7 +138,7 @@ def test_a_module_that_acts_in_train_is_called_where_its_mode_changes(tmp_path: 
     assert sorted(calls) == sorted(frozen + trained)
 
 
-def test_a_train_method_of_the_models_own_decides_for_its_parts(tmp_path: Path) -> None:
+def test_an_overridden_train_method_decides_for_its_parts(tmp_path: Path) -> None:
     class KeepsNorms(nn.Sequential):
         def train(self, mode: bool = True) -> Any:
             super().train(mode)
@@ -153,7 +151,7 @@ def test_a_train_method_of_the_models_own_decides_for_its_parts(tmp_path: Path) 
     assert set(module.seen) == {(True, True, False, False)}
 
 
-def test_the_search_for_a_rate_trains_in_the_same_modes_and_restores_those_it_found(tmp_path: Path) -> None:
+def test_find_lr_trains_in_the_same_modes_and_restores_them(tmp_path: Path) -> None:
     module = Parts()
     module.net.eval()
     ts.find_lr(ts.Trainer(module, arguments(tmp_path)), steps=3)
@@ -161,7 +159,7 @@ def test_the_search_for_a_rate_trains_in_the_same_modes_and_restores_those_it_fo
     assert not module.net.training
 
 
-def test_a_freezer_keeps_norms_in_eval_mode_in_every_epoch_against_hooks(tmp_path: Path) -> None:
+def test_a_freezer_keeps_norms_in_eval_mode_despite_hooks(tmp_path: Path) -> None:
     class Trains(ts.SupervisedModule):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             self.train()

@@ -56,7 +56,7 @@ CHANGES: dict[str, Change] = {
 
 
 class Carries(Classifier):
-    """Changes buffers in each step in one way."""
+    """Changes buffers by `change` in each step."""
 
     def __init__(self, change: Change, **changes: Any) -> None:
         super().__init__(**{"dataset": numbers(40), "optimizer": torch.optim.AdamW, **changes})
@@ -188,7 +188,7 @@ class TestParametersAndOptimizers:
         ts.find_lr(trainer, start=1e-3, end=1e-2, steps=4)
         assert seen(module) == before
 
-    def test_an_optimizer_with_its_own_methods_is_asked_for_its_state(self, tmp_path: Path) -> None:
+    def test_custom_state_methods_of_an_optimizer_are_used(self, tmp_path: Path) -> None:
         class Own(torch.optim.SGD):
             counted = 0
 
@@ -223,7 +223,7 @@ class TestParametersAndOptimizers:
         train(Lazy(), tmp_path)
 
 
-def test_a_module_without_buffers_costs_a_step_no_memory_and_copies_are_used_again() -> None:
+def test_snapshots_reuse_copies_and_need_none_without_buffers() -> None:
     plain, normed = nn.Linear(2, 2), nn.BatchNorm1d(2)
     for module, copies in ((plain, 0), (normed, 3)):
         snapshot = ModuleSnapshot(module)
@@ -234,7 +234,7 @@ def test_a_module_without_buffers_costs_a_step_no_memory_and_copies_are_used_aga
         assert len(kept) == copies
 
 
-def test_restoring_keeps_graphs_usable_and_knows_tensors_without_memory() -> None:
+def test_restoring_keeps_graphs_usable_and_accepts_meta_tensors() -> None:
     module, source = nn.Module(), torch.ones(3, requires_grad=True)
     module.register_buffer("hidden", source * 2)
     module.register_buffer("meta", torch.zeros(2, device="meta"))

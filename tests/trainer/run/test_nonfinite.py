@@ -24,7 +24,7 @@ def steps(result: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.spec("F208")
-def test_a_loss_that_is_not_finite_names_its_place(value: float, tmp_path: Path) -> None:
+def test_the_error_of_a_nonfinite_loss_names_its_place(value: float, tmp_path: Path) -> None:
     def train_step(self: Any, global_step: int, batch: Any, device: Any) -> Any:
         return Classifier.train_step(self, global_step, batch, device) * (value if global_step == 3 else 1.0)
 
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_inf_is_hidden_by_no_clipping(changes: dict[str, Any]
         train(broken(on_end_backward=on_end_backward), tmp_path, **changes)
 
 
-def test_an_export_of_weights_that_are_nan_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_an_export_of_nan_weights_is_refused_by_default(tmp_path: Path) -> None:
     module = Classifier(numbers(8))
     trainer = train(module, tmp_path)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_an_export_of_weights_that_are_nan_is_refused_unless_it_is_asked_for(tmp
     assert ts.read_model(tmp_path / "export")["net.3.bias"].isnan().tolist() == [True, False, False]
 
 
-def test_skipped_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
+def test_skipped_steps_with_others_between_do_not_end_training(tmp_path: Path) -> None:
     class Overflows(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return super().train_step(global_step, batch, device) * (float("inf") if global_step % 2 else 1.0)

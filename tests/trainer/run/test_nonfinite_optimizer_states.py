@@ -1,4 +1,4 @@
-"""No checkpoint holds inf or nan in the state of an optimizer, unless the optimizer says that it may."""
+"""No checkpoint holds inf or nan in the state of an optimizer, unless the optimizer allows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_STEP = ts.DefaultCheckpointerArguments(every_n_steps=1, keep_last=None)
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps by the sign of its momentum, so a gradient of nan shows in no weight."""
+    """Steps by the sign of its momentum, so that a gradient of nan does not reach the weights."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -77,7 +77,7 @@ OPTIMIZERS = [
 ]
 
 
-# Rprop drops a gradient whose sign has changed, so no state of its becomes inf here
+# Rprop drops a gradient whose sign has changed, so that its state stays finite here
 @pytest.mark.parametrize(
     ("optimizer", "value"),
     [(one, value) for one in OPTIMIZERS for value in ("nan", "inf") if (one, value) != (torch.optim.Rprop, "inf")],
@@ -105,7 +105,7 @@ def test_the_error_names_the_entry_and_its_parameter(tmp_path: Path) -> None:
     assert "write optimizer.nonfinite_state = {'momentum'}." in str(raised.value)
 
 
-def test_an_optimizer_may_keep_inf_where_it_says_so(tmp_path: Path) -> None:
+def test_an_optimizer_may_keep_inf_in_its_nonfinite_state(tmp_path: Path) -> None:
     saving = {"checkpointer_args": EVERY_STEP}
     with pytest.raises(ts.NonFiniteError, match=r"the state 'lowest' of 'net.0.weight'.*nonfinite_state = {'lowest'}"):
         ts.Trainer(Breaks(Lowest, None), arguments(tmp_path / "silent", **saving)).train()
@@ -130,7 +130,7 @@ def test_states_are_read_with_the_weights_in_one_read(tmp_path: Path) -> None:
     assert reads.count(4 + 4 * 3) == 1  # of each weight: itself, and step, exp_avg and exp_avg_sq
 
 
-def test_a_weight_that_is_added_in_training_is_watched(tmp_path: Path) -> None:
+def test_a_weight_added_in_training_is_checked(tmp_path: Path) -> None:
     class Grows(Classifier):
         def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
             if epoch == 1:

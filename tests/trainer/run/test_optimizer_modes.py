@@ -1,4 +1,4 @@
-"""Optimizers with the modes `train` and `eval`, as the schedule-free ones have them."""
+"""Optimizers with the modes `train` and `eval`, such as schedule-free ones."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ DATA = TensorDataset(X, X.sum(1, keepdim=True))
 
 
 class Averaging(torch.optim.SGD):
-    """SGD that puts the mean of all weights into the parameters in evaluation mode, with rounding on the way back."""
+    """SGD that shifts the parameters in evaluation mode; shifting them back rounds."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.03)
@@ -105,7 +105,7 @@ def test_evaluation_changes_no_bit_of_the_training(optimizer: Any, tmp_path: Pat
 
 
 @OPTIMIZERS
-def test_resume_is_exact_and_checkpoints_are_in_training_mode(optimizer: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(optimizer: Any, tmp_path: Path) -> None:
     whole = make(optimizer, tmp_path / "whole", epochs=4)
     whole.train()
     stop = ts.Callback()

@@ -1,4 +1,4 @@
-"""A step changes the parameters that it should, as far as it should, and no others."""
+"""A step changes the right parameters by the right amount, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every_stack = pytest.mark.parametrize("backend", stacks_that_run_here(trainer=Fa
 
 @every_stack
 def test_clipping_and_scaling_see_the_same_parameters(backend: str, tmp_path: Path) -> None:
-    """A trainable parameter in no optimizer must not enter the norm: its gradient may still be scaled."""
+    """A trainable parameter in no optimizer must not enter the norm, because its gradient may still be scaled."""
 
     class HeadOnly(Classifier):
         def get_optimizers_schedulers(self, *_: Any) -> Any:
@@ -42,7 +42,7 @@ def test_a_parameter_in_two_optimizers_is_refused(tmp_path: Path) -> None:
         train(Twice(), tmp_path)
 
 
-def test_a_gradient_hook_that_works_in_place_does_no_lasting_harm(tmp_path: Path) -> None:
+def test_an_in_place_gradient_hook_affects_one_pass_only(tmp_path: Path) -> None:
     class Hooked(Classifier):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             loss = super().train_step(global_step, batch, device)
@@ -62,7 +62,7 @@ def test_a_gradient_hook_that_works_in_place_does_no_lasting_harm(tmp_path: Path
 
 
 @pytest.mark.spec("F201")
-def test_a_module_that_acts_in_train_and_eval_gets_both_calls(tmp_path: Path) -> None:
+def test_overridden_train_methods_are_called_around_validations(tmp_path: Path) -> None:
     class Merging(nn.Linear):
         merged = False
 
@@ -70,17 +70,25 @@ def test_a_module_that_acts_in_train_and_eval_gets_both_calls(tmp_path: Path) ->
             self.merged = not mode
             return super().train(mode)
 
-    module = Classifier(numbers(16), validate=True)
-    layer = Merging(3, 3)
+    class Watched(Classifier):
+        def train_step(self, *given: Any, **named: Any) -> Any:
+            merged["train"].append(layer.merged)
+            return super().train_step(*given, **named)
+
+        def val_step(self, *given: Any, **named: Any) -> Any:
+            merged["val"].append(layer.merged)
+            return super().val_step(*given, **named)
+
+    merged: dict[str, list[bool]] = {"train": [], "val": []}
+    module, layer = Watched(numbers(16), validate=True), Merging(3, 3)
     module.net.append(layer)
-    merged = []
-    module.on_begin_train_epoch = lambda global_step, epoch: merged.append(layer.merged)  # type: ignore[method-assign]
     train(module, tmp_path, epochs=3)
 
-    assert merged == [False] * 3
+    assert merged["train"] == [False] * 6
+    assert set(merged["val"]) == {True}
 
 
-def test_parameters_that_join_later_are_trained_like_the_others(tmp_path: Path) -> None:
+def test_parameters_added_later_are_trained_like_the_others(tmp_path: Path) -> None:
     class Growing(Classifier):
         def get_optimizers_schedulers(self, *_: Any) -> Any:
             self.made = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -122,7 +130,7 @@ def test_skipping_judges_only_counted_values(tmp_path: Path) -> None:
 
 
 @every_stack
-def test_a_step_that_is_left_out_leaves_running_statistics_alone(backend: str, tmp_path: Path) -> None:
+def test_a_skipped_step_does_not_change_running_statistics(backend: str, tmp_path: Path) -> None:
     class Normed(Classifier):
         def __init__(self) -> None:
             super().__init__(numbers(32))
@@ -172,7 +180,7 @@ def test_training_continues_after_an_exception_between_any_two_verbs(backend: st
     assert module.sizes == [4] * 4
 
 
-def test_a_loss_that_is_a_parameter_is_recorded_as_it_was(tmp_path: Path) -> None:
+def test_a_loss_that_is_a_parameter_is_recorded_before_updates(tmp_path: Path) -> None:
     class Bare(Classifier):
         def __init__(self) -> None:
             super().__init__(numbers(16))
@@ -186,7 +194,7 @@ def test_a_loss_that_is_a_parameter_is_recorded_as_it_was(tmp_path: Path) -> Non
     assert trainer.history.get_latest_metric("train/loss_epoch") == pytest.approx((2.0 + 1.9) / 2)
 
 
-def test_the_plan_is_not_asked_of_the_trainer_while_it_makes_ready(tmp_path: Path) -> None:
+def test_reading_the_trainers_plan_in_get_optimizers_schedulers_is_refused(tmp_path: Path) -> None:
     class Curious(Classifier):
         trainer: Any = None
 

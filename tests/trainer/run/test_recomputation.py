@@ -18,7 +18,7 @@ EAGER = {"units": True, "backend": "eager"}
 
 
 def module(name: str = "plain") -> Classifies:
-    """Its blocks have dropout."""
+    """A model whose blocks have dropout."""
     made = Classifies(name)
     for block in made.model.blocks:
         block.up = nn.Sequential(block.up, nn.Dropout(0.3))

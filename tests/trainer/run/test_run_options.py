@@ -50,7 +50,7 @@ def rows(batches: list[Tensor]) -> set[tuple[float, ...]]:
 
 class TestSanityCheck:
     @pytest.mark.spec("FN-30", "FN-29")
-    def test_it_tries_out_some_batches_and_leaves_no_trace(self, tmp_path: Path) -> None:
+    def test_it_runs_some_batches_and_leaves_no_trace(self, tmp_path: Path) -> None:
         results = []
         for steps in (0, 2):
             torch.manual_seed(1)
@@ -63,7 +63,7 @@ class TestSanityCheck:
         assert plain[1:3] == tried[1:3]
         assert tried[3] == plain[3] + 2
 
-    def test_a_fault_in_the_validation_is_found_before_the_first_step(self, tmp_path: Path) -> None:
+    def test_it_finds_a_fault_before_the_first_step(self, tmp_path: Path) -> None:
         class Broken(Counting):
             def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
                 raise AssertionError
@@ -91,15 +91,15 @@ class TestOverfitting:
         orders = [torch.cat(module.trained[i : i + 2]) for i in (0, 2)]
         assert not torch.equal(orders[0], orders[1])
 
-    def test_all_batches_validate_on_the_training_data_also_without_validation_data(self, tmp_path: Path) -> None:
+    def test_it_validates_on_training_data_without_validation_data(self, tmp_path: Path) -> None:
         module = Counting(validate=False)
         assert train(module, tmp_path, overfit_batches=-1).plan.steps_per_epoch == 6
         assert len(rows(module.trained)) == len(rows(module.validated)) == 41
 
-    def test_more_than_there_are_is_all(self, tmp_path: Path) -> None:
+    def test_more_batches_than_exist_select_all(self, tmp_path: Path) -> None:
         assert train(Counting(), tmp_path, overfit_batches=9).plan.steps_per_epoch == 6
 
-    def test_a_last_batch_that_is_not_full_is_dropped_on_request(self, tmp_path: Path) -> None:
+    def test_drop_last_drops_the_incomplete_batch(self, tmp_path: Path) -> None:
         class Full(Counting):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return DataLoader(self.dataset, batch_size, sampler=sampler(self.dataset), drop_last=True)
@@ -108,12 +108,16 @@ class TestOverfitting:
         assert train(module, tmp_path, overfit_batches=9).plan.steps_per_epoch == 5
         assert {len(batch) for batch in module.trained} == {8}
 
-    def test_the_first_batches_of_a_loader_with_its_own_order_are_kept(self, tmp_path: Path) -> None:
+    def test_the_first_batches_of_a_list_are_kept(self, tmp_path: Path) -> None:
         class Lists(Counting):
             def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
                 return [*super().get_train_dataloader(sampler, batch_size)]
 
-        assert train(Lists(), tmp_path, overfit_batches=1).plan.steps_per_epoch == 1
+        module = Lists()
+        assert train(module, tmp_path, overfit_batches=1, epochs=2).plan.steps_per_epoch == 1
+        assert len(module.trained) == len(module.validated) == 2
+        assert len(rows(module.trained)) == 8
+        assert rows(module.trained) == rows(module.validated)
 
 
 class TestDevRun:
@@ -159,7 +163,7 @@ class TestDevRun:
         assert module.ended == 1 + (wanted == 8)
         assert len(trainer.history.records("val/loss")) == module.ended
 
-    def test_a_hook_at_the_end_of_an_epoch_that_fails_is_found(self, tmp_path: Path) -> None:
+    def test_it_calls_the_hook_at_the_end_of_an_epoch(self, tmp_path: Path) -> None:
         class Fails(Counting):
             def on_end_train_epoch(self, global_step: int) -> None:
                 raise KeyError("labels")
@@ -168,13 +172,13 @@ class TestDevRun:
             train(Fails(), tmp_path, fast_dev_run=True)
 
     @pytest.mark.parametrize("longer", [{"epochs": 3}, {"max_steps": 15}], ids=str)
-    def test_it_stays_one_for_all_arguments_of_train(self, longer: dict[str, int], tmp_path: Path) -> None:
+    def test_arguments_of_train_do_not_extend_it(self, longer: dict[str, int], tmp_path: Path) -> None:
         trainer = ts.Trainer(Counting(), arguments(tmp_path, fast_dev_run=2))
         for _ in range(2):
             trainer.train(**longer)
             assert trainer.global_steps_finished == 2
 
-    def test_it_neither_resumes_nor_saves_with_a_checkpointer_of_ones_own(self, tmp_path: Path) -> None:
+    def test_it_neither_resumes_nor_saves_with_a_given_checkpointer(self, tmp_path: Path) -> None:
         train(Counting(), tmp_path, checkpointer_args=SAVING)
         before = sorted(tmp_path.rglob("*"))
         mine = ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments(save_dir=str(tmp_path / "checkpoints")))
@@ -188,7 +192,7 @@ class TestDevRun:
 
 class TestMonitor:
     @pytest.mark.spec("FN-20", "F409")
-    def test_it_sets_the_metric_by_which_the_checkpointer_keeps_the_best(self, tmp_path: Path) -> None:
+    def test_it_selects_the_metric_of_the_best_checkpoint(self, tmp_path: Path) -> None:
         keeping = ts.DefaultCheckpointerArguments(keep_last=1, keep_best=1)
         trainer = train(
             Counting(), tmp_path, epochs=3, monitor="of_step", monitor_mode="max", checkpointer_args=keeping
@@ -196,7 +200,7 @@ class TestMonitor:
         assert trainer.checkpointer.args.monitor == "of_step"  # type: ignore[attr-defined]
         assert trainer.checkpointer.args.mode == "max"  # type: ignore[attr-defined]
 
-    def test_a_name_that_nothing_is_called_by_is_answered_with_those_that_there_are(self, tmp_path: Path) -> None:
+    def test_an_unknown_metric_is_refused_with_the_nearest_name(self, tmp_path: Path) -> None:
         with pytest.raises(ts.ConfigurationError, match=r"no metric 'val/los'.*Did you mean 'val/loss'"):
             train(Counting(), tmp_path, monitor="val/los", monitor_mode="min")
         with pytest.raises(ts.ConfigurationError, match=r"monitor='thing'.*monitor_mode='min'"):
@@ -230,7 +234,7 @@ class TestMonitor:
 class TestDeterminism:
     @pytest.mark.spec("HZ-09")
     @pytest.mark.parametrize("wanted", [True, "warn"])
-    def test_it_holds_while_the_trainer_works_and_no_longer(self, wanted: Any, tmp_path: Path) -> None:
+    def test_it_is_set_only_while_the_trainer_runs(self, wanted: Any, tmp_path: Path) -> None:
         seen = []
 
         class Looks(Counting):
@@ -244,7 +248,7 @@ class TestDeterminism:
         assert seen == [(True, wanted == "warn"), (False, False)]
         assert not torch.are_deterministic_algorithms_enabled()
 
-    def test_an_operation_without_a_deterministic_way_is_refused(self, tmp_path: Path) -> None:
+    def test_a_nondeterministic_operation_is_refused(self, tmp_path: Path) -> None:
         class Random(Counting):
             def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
                 torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
@@ -269,7 +273,7 @@ class TestMatmulPrecision:
         assert precisions() == before
 
     @pytest.mark.parametrize("wanted", ["highest", "high", "medium", None])
-    def test_it_holds_while_the_trainer_works_and_no_longer(self, wanted: Any, tmp_path: Path) -> None:
+    def test_it_is_set_only_while_the_trainer_runs(self, wanted: Any, tmp_path: Path) -> None:
         seen, before = [], torch.get_float32_matmul_precision()
 
         class Looks(Counting):
@@ -281,7 +285,7 @@ class TestMatmulPrecision:
         assert seen == [wanted or before]
         trainer.close()
 
-    def test_it_ends_with_an_exception_too(self, tmp_path: Path) -> None:
+    def test_it_is_restored_after_an_exception(self, tmp_path: Path) -> None:
         class Fails(Counting):
             def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
                 raise ValueError(torch.get_float32_matmul_precision())
@@ -289,7 +293,7 @@ class TestMatmulPrecision:
         with pytest.raises(ValueError, match="medium"):
             train(Fails(), tmp_path, float32_matmul_precision="medium")
 
-    def test_precisions_that_torch_does_not_mix_with_it_are_kept(self, tmp_path: Path) -> None:
+    def test_a_conflicting_precision_of_torch_is_refused_and_kept(self, tmp_path: Path) -> None:
         kept, MATMUL[0].fp32_precision = MATMUL[0].fp32_precision, "tf32"
         try:
             with pytest.raises(ts.ConfigurationError, match=r"cuda.matmul.fp32_precision='tf32'.*Remove the argument"):
@@ -299,7 +303,7 @@ class TestMatmulPrecision:
         finally:
             MATMUL[0].fp32_precision = kept
 
-    def test_a_resume_with_another_precision_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_resume_with_another_precision_is_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         saving: dict[str, Any] = {"checkpointer_args": ts.DefaultCheckpointerArguments()}
         train(Counting(), tmp_path, float32_matmul_precision="high", **saving)
         info = ts.list_checkpoints(tmp_path / "checkpoints")[0]
@@ -312,7 +316,7 @@ class TestMatmulPrecision:
 
 
 def counting(graphs: list[Any]) -> Any:
-    """A compiler's backend that keeps the graphs and runs them as they are."""
+    """A compiler backend that keeps the graphs and runs them unchanged."""
 
     def keep(graph: Any, _: Any) -> Any:
         graphs.append(graph)
@@ -322,7 +326,7 @@ def counting(graphs: list[Any]) -> Any:
 
 
 class Mlp(nn.Module):
-    """A class of a user's."""
+    """A user-defined network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +337,7 @@ class Mlp(nn.Module):
 
 
 class OfNetwork(Classifier):
-    """Trains a network of a kind."""
+    """Trains a network of the given kind."""
 
     def __init__(self, kind: str, samples: int = 41) -> None:
         super().__init__(numbers(samples))
@@ -358,7 +362,7 @@ class OfNetwork(Classifier):
 
 class TestCompiling:
     @pytest.mark.parametrize("backend", ["sp", "sp-amp"])
-    def test_weights_and_names_are_those_of_a_run_that_is_not_compiled(self, backend: str, tmp_path: Path) -> None:
+    def test_compiling_changes_neither_weights_nor_names(self, backend: str, tmp_path: Path) -> None:
         plain = train(Counting(dropout=0.0), tmp_path / "plain", epochs=2, backend=backend)
         module = Counting(dropout=0.0)
         changes = {"compile": {"backend": "eager"}, "checkpointer_args": SAVING, "backend": backend, "epochs": 2}
@@ -370,7 +374,7 @@ class TestCompiling:
         resumed = train(Counting(dropout=0.0), tmp_path, epochs=3, resume=True, backend=backend)
         assert resumed.global_steps_finished == compiled.global_steps_finished + 6
 
-    def test_models_that_a_user_has_compiled_are_saved_under_their_own_names(self) -> None:
+    def test_user_compiled_models_are_saved_under_their_original_names(self) -> None:
         plain, wrapped = Counting(seed=1), Counting(seed=2)
         wrapped.net = torch.compile(wrapped.net, backend="eager")  # type: ignore[assignment]
         assert any("_orig_mod." in name for name in wrapped.state_dict())
@@ -378,8 +382,8 @@ class TestCompiling:
         wrapped.update_state(plain.get_state())
         assert torch.equal(weights(wrapped), weights(plain))
 
-    def test_losses_are_kept_where_a_model_returns_the_same_memory_in_every_step(self, tmp_path: Path) -> None:
-        """As a model does that is replayed as a CUDA graph; here a compiler's backend of our own does it."""
+    def test_losses_in_memory_that_each_step_reuses_are_kept(self, tmp_path: Path) -> None:
+        """A model that is replayed as a CUDA graph does this. Here a custom compiler backend does."""
 
         def replaying(graph: Any, _: Any) -> Any:
             memory: list[torch.Tensor] = []
@@ -419,7 +423,7 @@ class TestCompiling:
         )
 
     @pytest.mark.parametrize("kind", ["own", "sequential", "encoder"])
-    def test_classes_of_torch_are_compiled_and_stay_as_they_are(self, kind: str, tmp_path: Path) -> None:
+    def test_compiled_models_keep_their_hooks_and_names(self, kind: str, tmp_path: Path) -> None:
         graphs: list[Any] = []
         calls: list[str] = []
         module, plain = OfNetwork(kind, samples=16), OfNetwork(kind, samples=16)
@@ -503,7 +507,7 @@ class TestCompiling:
         assert '"1 model, 2 graphs, 1 recompilation"' in (tmp_path / "run.json").read_text()
         assert "1 model, 2 graphs, 1 recompilation" in (tmp_path / "report.html").read_text()
 
-    def test_a_run_that_compiles_nothing_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_run_that_compiles_nothing_is_reported(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         class Around(OfNetwork):
             def scores(self, inputs: Any) -> Any:
                 return self.network.out(torch.relu(self.network.hidden(inputs)))
@@ -533,7 +537,7 @@ class Images(ts.SupervisedModule):
         super().__init__(net, nn.functional.cross_entropy, "adam", data, optimizer_kwargs={"lr": 0.1})
 
 
-def test_with_channels_last_convolutions_compute_so_and_the_run_is_the_same(tmp_path: Path) -> None:
+def test_channels_last_convolutions_give_the_same_result(tmp_path: Path) -> None:
     plain, module = Images(), Images()
     layouts = []
     train(plain, tmp_path / "plain", epochs=3)

@@ -8,13 +8,15 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,12 @@ import torch
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
 from tests.helpers.patience import patience
-from tests.helpers.processes import hears_ctrl_c
 from tests.helpers.resume_run import exact
+from tests.helpers.scripts import start_python, wait_for_pid
 from trainstack.checkpointing import filesystem
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.resume.saving import SaveTimeBudget
+from trainstack.trainer.run import stopping
 
 ROOT = Path(__file__).resolve().parents[3]
 SAVING = ts.DefaultCheckpointerArguments()
@@ -48,14 +51,14 @@ def usual_handlers() -> Iterator[None]:
 
 
 class Signalled(Classifier):
-    """Calls `action` at a moment of the run: `("train", 13)`, `("val", 2)`, `("load", 4)`, or a hook or verb."""
+    """Calls `action` at a moment of the run, such as `("train", 13)` or `("val", 2)`: the call of a step or a hook."""
 
     def __init__(self, moment: tuple[str, int] | None = None, action: Callable[[], None] | None = None) -> None:
         super().__init__(Noisy(37), dropout=0.3, optimizer=torch.optim.AdamW, lr=0.01, scheduler=True, validate=True)
         self.moment, self.action = moment, action
         self.calls: dict[str, int] = {}
 
-    def come(self, name: str) -> None:
+    def reach(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
         if self.moment == (name, self.calls[name]) and self.action is not None:
             self.action()
@@ -64,31 +67,31 @@ class Signalled(Classifier):
         return {name: super(Signalled, self).get_val_dataloaders(sampler, batch_size) for name in ("one", "two")}
 
     def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        self.come("train")
+        self.reach("train")
         return super().train_step(global_step, batch, device)
 
     def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
-        self.come("val")
+        self.reach("val")
         outputs = super().val_step(global_step, batch, device)
         return outputs[0] + torch.rand(()), outputs[1]
 
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
-        self.come("begin")
+        self.reach("begin")
         torch.rand(2)
 
     def on_end_train_epoch(self, global_step: int) -> None:
-        self.come("end")
+        self.reach("end")
         torch.rand(1)
         self.log("drawn", float(torch.rand(())))
 
     def on_end_val_epoch(self, global_step: int, *outputs: Any, key: str = "default") -> None:
-        self.come("validated")
+        self.reach("validated")
 
     def on_end_train(self, global_step: int) -> None:
-        self.come("over")
+        self.reach("over")
 
     def on_save_checkpoint(self, trainer: ts.AbstractTrainer, checkpoint: ts.Checkpoint) -> None:
-        self.come("saving")
+        self.reach("saving")
 
 
 def seed(number: int) -> None:
@@ -103,7 +106,7 @@ def trainer_of(module: ts.ModuleInterface, directory: Path, **changes: Any) -> t
 
 
 def fingerprint(trainer: ts.Trainer) -> str:
-    """All bits of a run, the random numbers that come next included."""
+    """All bits of a run, and the next random numbers."""
     drawn = [random.random(), float(np.random.rand()), torch.rand(3).tolist()]
     return repr(exact([trainer.module.state_dict(), trainer.get_state(), trainer.history.get_state(), drawn]))
 
@@ -138,9 +141,7 @@ MOMENTS = {
 
 @pytest.mark.spec("FN-33")
 @pytest.mark.parametrize("when", MOMENTS)
-def test_a_signal_saves_and_stops_and_the_resumed_run_has_the_bits_of_the_unbroken_one(
-    when: str, unbroken: str, tmp_path: Path
-) -> None:
+def test_a_run_resumed_after_a_signal_has_the_same_bits(when: str, unbroken: str, tmp_path: Path) -> None:
     moment, stops_after = MOMENTS[when]
     seed(1)
     module = Signalled(moment, send(signal.SIGTERM))
@@ -160,7 +161,7 @@ def test_a_signal_saves_and_stops_and_the_resumed_run_has_the_bits_of_the_unbrok
     assert resumed.stop_reason is None
     assert again.calls["over"] == 1
     ended = {name: module.calls.get(name, 0) + again.calls.get(name, 0) for name in ("train", "end", "validated")}
-    assert ended == {"train": LAST, "end": 3, "validated": 6}, "nothing is done twice or left out"
+    assert ended == {"train": LAST, "end": 3, "validated": 6}, "nothing is done twice or omitted"
 
 
 @pytest.mark.parametrize("when", ["within an epoch", "in a validation"])
@@ -175,7 +176,7 @@ def test_train_called_again_in_the_same_process_continues(when: str, unbroken: s
     assert fingerprint(trainer) == unbroken
 
 
-def test_a_validation_is_broken_off_at_the_batch(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_validation_at_its_batch(tmp_path: Path) -> None:
     module = Signalled(("val", 2), send(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match=r"stopped by Ctrl-C after global step 10\. Saved"):
         trainer_of(module, tmp_path).train()
@@ -183,11 +184,15 @@ def test_a_validation_is_broken_off_at_the_batch(tmp_path: Path) -> None:
     assert module.calls["val"] == 2
 
 
-def test_ctrl_c_again_stops_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_again_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, monotonic = [0.0], time.monotonic
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: monotonic() + ahead[0]})
+    monkeypatch.setattr(stopping, "time", clock)
+
     def press() -> None:
         send(signal.SIGINT)()
-        send(signal.SIGINT)()  # a launcher that passes it on as well
-        time.sleep(1.1)
+        send(signal.SIGINT)()  # as a launcher that forwards it does
+        ahead[0] = 1.1
         send(signal.SIGINT)()
 
     trainer = trainer_of(Signalled(("train", 3), press), tmp_path)
@@ -195,18 +200,19 @@ def test_ctrl_c_again_stops_at_once(tmp_path: Path) -> None:
         trainer.train()
 
     assert str(stop.value) == ""
+    assert ahead == [1.1], "the second signal is a part of the first Ctrl-C"
     assert trainer.global_steps_finished == 2
     assert ts.list_checkpoints(tmp_path / "checkpoints") == []
 
 
-def test_without_checkpoints_it_says_that_nothing_was_saved(tmp_path: Path) -> None:
+def test_without_checkpoints_the_message_says_nothing_was_saved(tmp_path: Path) -> None:
     module = Signalled(("train", 3), send(signal.SIGTERM))
     with pytest.raises(ts.Preempted, match=r"after global step 3\. Nothing was saved"):
         train(module, tmp_path, train_batch_size=4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_handler_of_ones_own_is_left_alone_and_may_ask(number: int, tmp_path: Path) -> None:
+def test_a_users_handler_is_kept_and_may_request_a_stop(number: int, tmp_path: Path) -> None:
     trainer = trainer_of(Signalled(("train", 3), send(number)), tmp_path)
     before = signal.signal(number, lambda *_: trainer.request_stop("my own handler"))
     try:
@@ -218,7 +224,7 @@ def test_a_handler_of_ones_own_is_left_alone_and_may_ask(number: int, tmp_path: 
     assert trainer.global_steps_finished == 3
 
 
-def test_signals_are_left_alone_if_so_wished_or_outside_of_the_main_thread(tmp_path: Path) -> None:
+def test_signals_are_not_handled_on_request_or_in_threads(tmp_path: Path) -> None:
     seen: list[Any] = []
     look = lambda: seen.append(signal.getsignal(signal.SIGTERM))  # noqa: E731
     trainer_of(Signalled(("train", 1), look), tmp_path / "one", handle_signals=False, epochs=1).train()
@@ -258,7 +264,7 @@ def test_a_request_ends_training_at_the_step_and_train_returns(unbroken: str, tm
     assert fingerprint(trainer) == unbroken
 
 
-def test_asked_for_in_a_validation_it_ends_with_the_epoch(tmp_path: Path) -> None:
+def test_a_request_in_a_validation_ends_training_with_the_epoch(tmp_path: Path) -> None:
     module = Signalled(("val", 2), lambda: trainer.request_stop("no better"))
     trainer = trainer_of(module, tmp_path)
     trainer.train()
@@ -268,7 +274,7 @@ def test_asked_for_in_a_validation_it_ends_with_the_epoch(tmp_path: Path) -> Non
     assert module.calls["begin"] == 1
 
 
-def test_another_thread_may_ask_at_any_time(tmp_path: Path) -> None:
+def test_another_thread_may_request_a_stop(tmp_path: Path) -> None:
     trainer = trainer_of(Signalled(), tmp_path, epochs=100_000, checkpointer_args=SAVING)
     timer = threading.Timer(0.3, trainer.request_stop, ("time is up",))
     timer.start()
@@ -279,7 +285,7 @@ def test_another_thread_may_ask_at_any_time(tmp_path: Path) -> None:
 
 
 def test_the_source_of_the_data_may_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a privacy budget does: no window is left, and the epoch is not over."""
+    """A spent privacy budget does this: no step is left, and the epoch is not over."""
     module = Signalled()
     trainer = trainer_of(module, tmp_path)
     run = trainer._ready()
@@ -314,7 +320,7 @@ def test_no_check_runs_between_the_steps_without_a_request(tmp_path: Path, monke
 # --- whole processes
 
 SCRIPT = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import trainstack as ts
@@ -323,11 +329,12 @@ from tests.helpers.modules import Classifier, Noisy, arguments, weights
 class Slow(Classifier):
     def train_step(self, global_step, batch, device):
         if global_step == 3:
-            Path(sys.argv[1], "now").touch()
+            Path(sys.argv[1], "now").write_text(str(os.getpid()))
         time.sleep(0.05)
         return super().train_step(global_step, batch, device)
 
 if __name__ == "__main__":
+    os.setsid()
     torch.manual_seed(1)
     module = Slow(Noisy(37), dropout=0.3, num_workers=int(sys.argv[2]))
     made = {"checkpointer_args": ts.DefaultCheckpointerArguments(), "resume": "auto", "epochs": 2}
@@ -337,34 +344,28 @@ if __name__ == "__main__":
 """
 
 
-def script(directory: Path, workers: int) -> subprocess.Popen[str]:
+def script(directory: Path, workers: int) -> Future[subprocess.CompletedProcess[str]]:
     path = directory / "script.py"
     path.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-W", "error", str(path), str(directory), str(workers)]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=hears_ctrl_c, **pipes)
+    return start_python("-W", "error", str(path), str(directory), str(workers), cwd=ROOT)
 
 
 def stopped_by(number: int, directory: Path, workers: int) -> tuple[int, str]:
     """Send a signal to the script and all of its workers in the third step; its exit code and stderr."""
-    process = script(directory, workers)
+    program = script(directory, workers)
+    group = wait_for_pid(directory / "now", program)
     try:
-        deadline = time.monotonic() + patience(30)
-        while not (directory / "now").exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(process.pid, number)
-        error = process.communicate(timeout=patience(30))[1]
+        os.killpg(group, number)
+        ended = program.result()
     finally:
-        process.kill()
-    return process.returncode, error
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    return ended.returncode, ended.stderr
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_is_told_to(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_a_signal_to_the_group_stops_a_run_with_workers(number: signal.Signals, tmp_path: Path) -> None:
     code, error = stopped_by(number, tmp_path, workers=2)
 
     assert code == (-signal.SIGINT if number == signal.SIGINT else 75), error
@@ -377,21 +378,21 @@ def test_a_process_with_loader_workers_stops_in_good_order_when_the_whole_group_
         assert last_line(script(tmp_path, 0)) == last_line_of_the_unbroken_script()
 
 
-def last_line(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=patience(30))[0].splitlines()[-1]
-
-
 @functools.cache
 def last_line_of_the_unbroken_script() -> str:
-    """The sum of the weights that the script ends with."""
+    """The sum of the final weights of the script."""
     with tempfile.TemporaryDirectory() as folder:
         return last_line(script(Path(folder), 0))
+
+
+def last_line(program: Future[subprocess.CompletedProcess[str]]) -> str:
+    return program.result().stdout.splitlines()[-1]
 
 
 # --- after an exception, and how long saving takes
 
 
-def test_after_an_exception_the_state_can_be_kept_and_is_never_resumed_automatically(
+def test_a_checkpoint_after_an_exception_is_never_resumed_automatically(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -415,7 +416,7 @@ def test_after_an_exception_the_state_can_be_kept_and_is_never_resumed_automatic
     assert named.global_steps_finished == LAST
 
 
-def test_keeping_it_cannot_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_after_an_exception_cannot_hang(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 
     class Stuck(Classifier):
@@ -454,18 +455,18 @@ def test_the_trainer_measures_its_saves(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("is killed after 1e-06 s") == 1
 
 
-def test_a_save_in_the_background_counts_until_it_is_on_the_disk(
+def test_a_background_save_is_measured_until_it_is_on_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync_directory, later = filesystem.sync_directory, threading.Event()
 
     def slow(path: Path) -> None:
-        later.wait(0.7)
+        later.wait(0.3)
         sync_directory(path)
 
     monkeypatch.setattr(filesystem, "sync_directory", slow)
-    train(Classifier(), tmp_path, stop_grace_s=1.0, checkpointer_args=replace(SAVING, async_save=True))
+    train(Classifier(), tmp_path, stop_grace_s=0.4, checkpointer_args=replace(SAVING, async_save=True))
 
-    said = [record.message for record in caplog.records if "is killed after 1 s" in record.message]
+    said = [record.message for record in caplog.records if "is killed after 0.4 s" in record.message]
     assert len(said) == 1
-    assert float(said[0].split()[4]) >= 0.7
+    assert float(said[0].split()[4]) >= 0.3

@@ -19,7 +19,7 @@ from tests.helpers.workers.sparse import train_with_sparse_buffers
 from trainstack.checkpointing.difference import differences
 from trainstack.cli.main import main
 
-# torch 2.13.0 says these once a process
+# torch 2.13.0 warns once in each process
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:Sparse invariant checks")
 
 SAVING = ts.DefaultCheckpointerArguments(keep_last=None)
@@ -59,7 +59,7 @@ def trained(folder: Path, network: nn.Module, **changes: Any) -> ts.Trainer:
 )
 def test_a_run_with_a_sparse_buffer_continues(layout: str, persistent: bool, spec: str, tmp_path: Path) -> None:
     make = MAKERS[layout]
-    if persistent and layout == "coo":  # a checkpoint's values win over those of a new module
+    if persistent and layout == "coo":  # values of a checkpoint replace those of a new module
         first = trained(tmp_path, Graph(make, persistent, fill=2.0), backend=spec, nonfinite="skip")
     else:
         first = trained(tmp_path, Graph(make, persistent), backend=spec, nonfinite="skip")
@@ -99,7 +99,7 @@ def test_a_sparse_buffer_that_becomes_nan_is_reported(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_buffer_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_an_unstorable_buffer_is_refused_before_the_first_step(tmp_path: Path) -> None:
     def quantized(_: Tensor) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -116,7 +116,7 @@ def test_a_buffer_that_cannot_be_stored_is_refused_before_the_first_step(tmp_pat
 
 
 def test_indices_out_of_range_are_refused(tmp_path: Path) -> None:
-    """torch would read and write memory of others."""
+    """With them torch would read and write outside of the tensor."""
     network = Graph(lambda a: torch.sparse_coo_tensor([[7], [7]], [1.0], a.shape), True)
     network.adjacency._indices().fill_(1000)  # type: ignore[operator]
     path = ts.export_model({"adjacency": network.adjacency}, tmp_path / "export")

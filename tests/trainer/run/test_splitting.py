@@ -1,4 +1,4 @@
-"""When a step is split, and the settings of a module for it."""
+"""Splitting a step into micro-batches, and the settings of a module for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torc
 
 
 class Line(ts.ModuleInterface):
-    """A linear model with a loss to choose, over 20 rows in their order."""
+    """A linear model with a given loss, over 20 rows in order."""
 
     def __init__(self, loss: Any, dataset: Any = None) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [Line, Listed])
 @pytest.mark.parametrize("limit", [None, 4, 3])
 def test_losses_that_are_sums_are_added_up(kind: type[Line], limit: int | None, tmp_path: Path) -> None:
-    """A step of 8 samples in whole or in parts, a short one at the end: as in a plain loop."""
+    """Steps of 8 samples and a short last one, whole or split, equal those of a plain loop."""
     plain = Line(summed)
     optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.01), []
-    limit = 4 if kind is Listed and limit == 3 else limit  # whose batches cannot be split further
+    limit = 4 if kind is Listed and limit == 3 else limit  # its batches cannot be split further
     for inputs, targets in DataLoader(plain.dataset, batch_size=8):
         optimizer.zero_grad()
         losses.append(plain.loss(plain.net(inputs), targets))
@@ -86,7 +86,7 @@ def test_losses_that_are_sums_are_added_up(kind: type[Line], limit: int | None, 
 
 
 class Growing(Line):
-    """Its own batches grow within a step, so that the estimate of a step's items is corrected."""
+    """Its batches grow within a step, so that the estimated number of items is corrected."""
 
     def get_train_dataloader(self, sampler: Any, batch_size: int) -> Any:
         return [
@@ -95,7 +95,7 @@ class Growing(Line):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_sums_of_batches_that_grow_within_a_step_are_added_up(counts: bool, tmp_path: Path) -> None:
+def test_sums_of_growing_batches_are_added_up(counts: bool, tmp_path: Path) -> None:
     plain, module = Line(summed), Growing(summed)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for begin, end in ((0, 4), (4, 13)):
@@ -141,7 +141,7 @@ def test_a_sum_is_found_in_the_graph_of_the_loss(name: str) -> None:
 
 @pytest.mark.parametrize("said", [None, "mean", "sum"])
 @pytest.mark.parametrize("limit", [None, 4])
-def test_a_sum_is_warned_about_where_a_step_is_split(
+def test_splitting_a_sum_without_a_reduction_causes_a_warning(
     limit: int | None, said: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Line(summed)
@@ -153,7 +153,7 @@ def test_a_sum_is_warned_about_where_a_step_is_split(
     assert all("loss_reduction = 'sum'" in text for text in warned)
 
 
-def test_a_reduction_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_reduction_is_refused(tmp_path: Path) -> None:
     module = Line(summed)
     module.loss_reduction = "avg"  # type: ignore[assignment]
     with pytest.raises(ts.ConfigurationError, match=r"Line\.loss_reduction is 'avg'\. Write 'mean', or 'sum'"):
@@ -168,7 +168,7 @@ def test_a_private_run_refuses_sums(tmp_path: Path) -> None:
 
 
 class Carries(Line):
-    """Notes which part of the step each call of `train_step` is."""
+    """Records the micro-batch of each call of `train_step`."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__(F.mse_loss, **changes)
@@ -199,7 +199,7 @@ class CarriesListed(Carries, Listed):
 
 
 @pytest.mark.parametrize("kind", [Carries, Shuffled, CarriesListed])
-def test_a_step_can_ask_which_micro_batch_it_has(kind: Any, tmp_path: Path) -> None:
+def test_a_step_can_read_its_micro_batch_info(kind: Any, tmp_path: Path) -> None:
     module, outside = kind(), ts.MicroBatchInfo(number=0, count=1, samples=None)
     assert module.micro_batch == outside
     train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=4, epochs=2, val_batch_size=10)
@@ -214,7 +214,7 @@ def test_a_step_can_ask_which_micro_batch_it_has(kind: Any, tmp_path: Path) -> N
     assert copy.deepcopy(module).micro_batch == outside
     torch.save(module._step_view, io.BytesIO())
     module.micro_batch = 7
-    assert module.micro_batch == 7, "an attribute of the user's wins"
+    assert module.micro_batch == 7, "an attribute of the user has precedence"
 
 
 def test_a_module_can_refuse_to_be_split(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_module_can_refuse_to_be_split(tmp_path: Path) -> None:
     assert train(module, tmp_path, train_batch_size=8).global_steps_finished == 3
 
 
-def test_a_module_that_refuses_to_be_split_is_not_fitted_into_memory(tmp_path: Path) -> None:
+def test_an_unsplittable_module_is_not_fitted_into_memory(tmp_path: Path) -> None:
     class Hungry(Carries):
         splits_batches = False
 
@@ -240,9 +240,7 @@ def test_a_module_that_refuses_to_be_split_is_not_fitted_into_memory(tmp_path: P
         train(Hungry(), tmp_path, train_batch_size=8, fit_micro_batch=True)
 
 
-def test_batches_that_cannot_be_split_further_are_told_where_they_do_not_make_up_a_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_limit_that_does_not_divide_the_batch_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = train(Listed(F.mse_loss), tmp_path, train_batch_size=7, gpu_batch_size_limit=3)
     assert (trainer.train_step_batch_size, trainer.gradient_accumulation) == (3, 3)
     assert "a step has 9 samples instead of 7. Write a gpu_batch_size_limit that divides the batch." in caplog.text
@@ -250,7 +248,7 @@ def test_batches_that_cannot_be_split_further_are_told_where_they_do_not_make_up
 
 @pytest.mark.parametrize("batch", [1024, 650])
 def test_large_batches_are_not_split_by_default(batch: int, tmp_path: Path) -> None:
-    """Batch norm shows it: the weights and statistics are those of a plain loop, to the bit."""
+    """With batch norm, the weights and statistics have the bits of a plain loop."""
 
     def build() -> Classifier:
         module = Classifier(numbers(2 * batch))
@@ -275,7 +273,7 @@ def test_large_batches_are_not_split_by_default(batch: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("limit", "said"), [(None, ""), (7, ""), (5, "5 micro-batches, of which the last has 1")])
-def test_a_crumb_at_the_end_of_a_step_is_warned_about(
+def test_a_tiny_last_micro_batch_causes_a_warning(
     limit: int | None, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(Line(F.mse_loss), tmp_path, train_batch_size=21, gpu_batch_size_limit=limit)
@@ -284,7 +282,7 @@ def test_a_crumb_at_the_end_of_a_step_is_warned_about(
 
 
 @pytest.mark.parametrize("name", ["splits_batches", "keep_modes"])
-def test_a_setting_of_the_module_other_than_a_bool_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_module_setting_that_is_not_a_bool_is_refused(name: str, tmp_path: Path) -> None:
     module = Classifier(numbers(8))
     setattr(module, name, "no")
     with pytest.raises(ts.ConfigurationError, match=f"{name} is 'no'. Write"):

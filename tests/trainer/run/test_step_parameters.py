@@ -1,4 +1,4 @@
-"""A step zeroes, clips and steps the parameters that module and optimizers hold at that step (L-C2, L-S1)."""
+"""A step zeroes, clips and steps the parameters that module and optimizers hold at that step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, MICRO, AT = 8, 2, 3
 
 
 class Changing(ts.ModuleInterface):
-    """A model that `change` alters at step `AT`; `before` says whether in the forward pass or after the step."""
+    """A model that `change` alters at step `AT`, at the point `where`."""
 
     def __init__(self, change: Callable[[Changing], None], where: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Changing(ts.ModuleInterface):
 
 
 class Hooked(ts.Callback):
-    """Lets the module change in an event."""
+    """Changes the module in events."""
 
     def __init__(self, module: Changing) -> None:
         self._module = module
@@ -77,7 +77,7 @@ def grow(module: Changing) -> None:
 
 
 def replace(module: Changing) -> None:
-    """Another parameter in the place of one, in the group as well."""
+    """Replace a parameter in the module and in its group."""
     module.net.weight = nn.Parameter(torch.ones(2, 3))
     module.optimizer.param_groups[0]["params"][0] = module.net.weight
     module.change = None  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def freeze(module: Changing) -> None:
 
 
 def shrink(module: Changing) -> None:
-    """A group with its parameter goes."""
+    """Remove a parameter from its group and from the module."""
     module.optimizer.param_groups[0]["params"].pop()
     module.net.bias = None  # type: ignore[assignment]
     module.change = None  # type: ignore[assignment]
@@ -152,7 +152,7 @@ def test_a_parameter_outside_the_module_is_refused_when_it_joins(tmp_path: Path)
         trainer.train()
 
 
-def test_a_parameter_that_the_module_has_lost_may_stay_in_the_optimizer(tmp_path: Path) -> None:
+def test_an_optimizer_may_keep_a_parameter_that_the_module_lost(tmp_path: Path) -> None:
     def lose(module: Changing) -> None:
         module.more = nn.ModuleList()
         module.change = None  # type: ignore[assignment]
@@ -169,7 +169,7 @@ def test_a_parameter_that_the_module_has_lost_may_stay_in_the_optimizer(tmp_path
 
 
 class Decaying(torch.optim.Optimizer):
-    """Counts its steps, and decays all parameters in each, with or without a gradient."""
+    """Counts its steps, and decays all parameters in each step, with or without a gradient."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -186,7 +186,7 @@ class Decaying(torch.optim.Optimizer):
 
 
 class Skipping(Changing):
-    """Has steps to skip: the gradient is nan, or the step counts nothing."""
+    """Has steps to skip, in which the gradient is nan."""
 
     poisoned: frozenset[int] = frozenset({2, 5})
 
@@ -237,7 +237,7 @@ def test_a_skipped_step_does_not_call_the_optimizer(kind: Any, tmp_path: Path) -
     assert fired == ["before", "after"] * moved
 
 
-def test_an_optimizer_zeroes_in_its_own_way(tmp_path: Path) -> None:
+def test_an_overridden_zero_grad_is_called_once_a_step(tmp_path: Path) -> None:
     class Own(torch.optim.SGD):
         zeroed = 0
 
@@ -255,7 +255,7 @@ def test_an_optimizer_zeroes_in_its_own_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_one_overflow_in_the_forward_pass_is_left_to_the_scaler(value: float, tmp_path: Path) -> None:
+def test_one_overflow_in_the_forward_pass_is_skipped(value: float, tmp_path: Path) -> None:
     class Overflows(Changing):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return super().train_step(global_step, batch, device) * (value if global_step == 3 else 1.0)
@@ -270,7 +270,7 @@ def test_one_overflow_in_the_forward_pass_is_left_to_the_scaler(value: float, tm
 
 
 @pytest.mark.parametrize("kind", ["read-only", "expanded", "without values"])
-def test_a_skipped_step_writes_no_buffer_that_has_not_changed(kind: str, tmp_path: Path) -> None:
+def test_a_skipped_step_does_not_write_unchanged_buffers(kind: str, tmp_path: Path) -> None:
     class Holds(Skipping):
         def __init__(self) -> None:
             super().__init__()
@@ -285,7 +285,7 @@ def test_a_skipped_step_writes_no_buffer_that_has_not_changed(kind: str, tmp_pat
 
     (tmp_path / "table").write_bytes(bytes(16))
     changes = {"train_batch_size": MICRO, "epochs": 1, "nonfinite": "skip", "clip_grads": False}
-    if kind == "without values":  # nothing else may look at it
+    if kind == "without values":  # other code cannot read it
         changes["checkpointer_args"] = ts.DefaultCheckpointerArguments(checkpoint=False)
     snapshot = ModuleSnapshot(Holds())
     snapshot.keep()
@@ -294,7 +294,7 @@ def test_a_skipped_step_writes_no_buffer_that_has_not_changed(kind: str, tmp_pat
         assert ts.Trainer(Holds(), arguments(tmp_path, **changes)).train() is None
 
 
-def test_a_loss_that_is_not_finite_is_skipped_where_its_gradient_is_masked(tmp_path: Path) -> None:
+def test_a_nonfinite_loss_with_a_masked_gradient_is_skipped(tmp_path: Path) -> None:
     class Masks(Changing):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             loss = super().train_step(global_step, batch, device)
@@ -308,7 +308,7 @@ def test_a_loss_that_is_not_finite_is_skipped_where_its_gradient_is_masked(tmp_p
 
 
 @pytest.mark.parametrize("counts", [[0, 900, 800, 700], [1, 900, 800, 700]])
-def test_weights_that_are_known_late_never_exceed_one(counts: list[int], tmp_path: Path) -> None:
+def test_batch_weights_known_late_never_exceed_one(counts: list[int], tmp_path: Path) -> None:
     class Counts(Changing):
         number = -1
 
@@ -375,7 +375,7 @@ def test_a_step_without_gradients_does_not_count_as_overflow(tmp_path: Path) -> 
 
 
 class Computing(Changing):
-    """Computes gradients between epochs, and in the first hook of the run, that no step is to use."""
+    """Computes gradients before the first epoch and between epochs, which no step may use."""
 
     def on_begin_train_epoch(self, global_step: int, epoch: int) -> None:
         self.loss(self.data[:3][0], 0).backward()

@@ -1,4 +1,4 @@
-"""`train()` again after an exception: whichever hook or subscriber raised, the run ends as one that was not broken."""
+"""`train()` after an exception in any hook or subscriber ends as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HOOKS += ["on_end_backward"]
 EVENTS = ["after_optimizer_step", "before_zero_grad", "after_zero_grad", "train_step_end", "log", "epoch_begin"]
 EVENTS += ["train_epoch_begin", "train_epoch_end", "validation_begin", "validation_end", "epoch_end"]
 COUNTED = [*HOOKS[:-1], *(f"on_{event}" for event in EVENTS), "call_at_step"]
-"""A hook that was called counts as called, also where it raised."""
+"""A call of these counts, even if it raised."""
 REPEATED = ["train_step", "on_end_backward", "val_step", "get_train_dataloader", "on_fetch_data_begin"]
 REPEATED += ["on_fetch_data_end", "on_train_batch_begin", "on_before_backward", "on_after_backward"]
 REPEATED += ["on_before_optimizer_step", "on_train_begin", "on_train_end", "on_save_checkpoint", "on_save_model"]
 REPEATED += ["validate_every"]
-"""The step, the validation or the save that these belong to is done once more."""
+"""The step, the validation or the save of these is repeated."""
 
 ONCE = ["validate_every", "on_end_train", "on_train_begin", "on_train_end", "call_at_step", "on_save_model"]
 
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Breaks:
-    """Notes calls, and raises once, at the second call of `point`."""
+    """Records calls, and raises once, at the second call of `point`, or at the first for those in `ONCE`."""
 
     def __init__(self, point: str | None) -> None:
         self.point, self.calls, self.counts, self.raised = point, list[tuple[Any, ...]](), dict[str, int](), False
@@ -51,7 +51,7 @@ class Breaks:
 
 
 class Watched(Classifier):
-    """Tells `breaks` of each call of a hook or a step; has a statistic that must count each step once."""
+    """Reports each call of a hook or a step to `breaks`; has a statistic that must count each step once."""
 
     def __init__(self, breaks: Breaks) -> None:
         super().__init__(numbers(12), validate=True)
@@ -152,7 +152,7 @@ SAVING = {"checkpointer_args": ts.DefaultCheckpointerArguments(every_n_steps=2)}
 
 
 @pytest.mark.parametrize("point", [*COUNTED, *REPEATED])
-def test_train_again_ends_as_a_run_that_was_not_broken(point: str, tmp_path: Path, directory: Path) -> None:
+def test_train_after_an_exception_ends_as_an_uninterrupted_run(point: str, tmp_path: Path, directory: Path) -> None:
     came = 0
     for setting in SETTINGS:
         saving = SAVING if "save" in point and setting == "max_steps" else {}
@@ -173,7 +173,7 @@ def test_train_again_ends_as_a_run_that_was_not_broken(point: str, tmp_path: Pat
 @pytest.mark.parametrize(
     "point", ["on_end_train_step", "on_log", "validate_every", "on_validation_end", "on_epoch_end"]
 )
-def test_a_checkpoint_in_between_continues_alike(point: str, tmp_path: Path, directory: Path) -> None:
+def test_a_checkpoint_after_an_exception_resumes_exactly(point: str, tmp_path: Path, directory: Path) -> None:
     broken = watched(Breaks(point), tmp_path, "asked")
     with pytest.raises(ValueError, match=point):
         broken.train()
@@ -183,7 +183,7 @@ def test_a_checkpoint_in_between_continues_alike(point: str, tmp_path: Path, dir
     assert ended(trainer) == unbroken("asked", directory)[0]
 
 
-def test_the_other_subscribers_of_the_same_point_are_called_and_their_errors_are_noted(tmp_path: Path) -> None:
+def test_other_subscribers_are_called_and_their_errors_are_noted(tmp_path: Path) -> None:
     def fails(text: str) -> Callable[[], None]:
         def fail() -> None:
             called.append(text)

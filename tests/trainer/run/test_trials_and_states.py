@@ -1,4 +1,4 @@
-"""Trials restore all values that a checkpoint keeps, and name values outside of any state."""
+"""Trials restore all values that a checkpoint keeps, and name changed values outside of any state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def tried(module: Any, directory: Path, trial: str | None, **more: Any) -> ts.Tr
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_a_counter_of_the_module_is_put_back(trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_counter_in_the_modules_state_is_restored(
+    trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     seen = []
     for one in (None, trial):
         module = Keeping(numbers(16), validate=True)
@@ -72,7 +74,9 @@ def test_a_counter_of_the_module_is_put_back(trial: str, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("trial", TRIALS)
-def test_an_attribute_that_no_state_has_is_named(trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_attribute_outside_of_states_is_named(
+    trial: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module = Counting(numbers(16), validate=True)
     module.net[0].calls = [np.float64(0)]
     module.net[0].register_forward_hook(lambda part, *_: part.calls.append(len(part.calls)))
@@ -85,7 +89,7 @@ def test_an_attribute_that_no_state_has_is_named(trial: str, tmp_path: Path, cap
 
 @pytest.mark.parametrize("trial", TRIALS)
 def test_runs_with_trials_have_the_bits_of_one_without(trial: str, tmp_path: Path) -> None:
-    """Over six interruptions, each followed by another trial."""
+    """The run has six interruptions, each followed by another trial."""
     stops = {1, 4, 5, 6, 9, 12}
     changes = {**TRIALS[trial], "search": trial == "find_lr"}
     plain = begun(tmp_path / "plain", "hook", "advance", set())
@@ -108,7 +112,7 @@ class Remembers(ts.Callback):
 
 
 class Meddles(Keeping):
-    """Changes everything that a checkpoint keeps, from within a step."""
+    """Changes everything that a checkpoint keeps, within a step."""
 
     trainer: Any = None
     meddles = False
@@ -175,7 +179,7 @@ class Locked(Keeping):
 
 
 @pytest.mark.parametrize("trial", [None, *TRIALS])
-def test_a_state_that_cannot_be_copied_is_kept_as_it_is(trial: str | None, tmp_path: Path) -> None:
+def test_trials_work_with_states_that_cannot_be_copied(trial: str | None, tmp_path: Path) -> None:
     module = Locked(numbers(16), validate=True)
     saving = ts.DefaultCheckpointerArguments(checkpoint=False)
     changes = TRIALS[trial] if trial else {}
@@ -199,7 +203,7 @@ LARGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_of_a_large_state_no_old_value_is_kept(kind: str) -> None:
+def test_old_values_of_large_states_are_not_kept(kind: str) -> None:
     state = {"module": {"weights": {"w": torch.zeros(2)}, "large": LARGE[kind], "count": 1, "few": {"a": [1], "b": {}}}}
     old = OldState(state, lambda leaf: False)
     smaller = {**state["module"], "large": type(LARGE[kind])() if kind != "array" else 0, "count": 2}
@@ -212,7 +216,7 @@ def test_of_a_large_state_no_old_value_is_kept(kind: str) -> None:
         assert back == {key: value for key, value in state["module"].items() if key != "large"}
 
 
-def test_a_state_that_has_lost_a_large_leaf_stays_as_it_is() -> None:
+def test_a_state_that_lost_a_large_tensor_is_unchanged() -> None:
     averages = {"a": torch.zeros(2**15), "b": torch.zeros(2)}
     old = OldState({"callbacks": {"EMA": {"averages": averages, "n": 1}, "Other": {"n": 1}}}, lambda leaf: False)
     frozen = {"averages": {"b": torch.ones(2)}, "frozen": ["a"], "n": 2}
@@ -222,7 +226,7 @@ def test_a_state_that_has_lost_a_large_leaf_stays_as_it_is() -> None:
 
 
 class Fetches(Dataset[Any]):
-    """Samples that depend on how many were fetched before."""
+    """Samples that depend on the number of earlier fetches."""
 
     def __init__(self, *, opened: bool) -> None:
         self.base, self.count, self.last, self.sums = numbers(32), 0, [0], np.zeros(2)
@@ -254,6 +258,15 @@ def test_trials_restore_the_plain_attributes_of_datasets(
     assert vars(tried_out.dataset.dataset)["count"] == vars(plain.dataset.dataset)["count"]
     names = "dataset.dataset.count, dataset.dataset.last, dataset.dataset.sums"
     assert caplog.text.count(f"changed attributes of datasets: {names}. They keep the new values") == 1
+
+
+def test_a_list_of_other_objects_of_a_dataset_is_not_restored() -> None:
+    module, first, second = Classifier(numbers(4)), object(), object()
+    module.dataset.things, module.dataset.count = [first], 0
+    snapshot = DatasetSnapshot(module)
+    module.dataset.things[0], module.dataset.count = second, 1
+    assert snapshot.restore() == []
+    assert (module.dataset.things, module.dataset.count) == ([second], 0)
 
 
 def test_large_nested_data_of_a_dataset_is_not_searched_completely() -> None:

@@ -85,7 +85,7 @@ def test_ranks_make_the_updates_of_one_process(kind: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_that_come_to_different_updates_are_refused() -> None:
+def test_ranks_that_yield_different_updates_are_refused() -> None:
     for said in run_world(2, updates.different_updates):
         assert re.search(r"global step 1 yielded different updates: optimizers 0 and optimizers 1", said)
 
@@ -115,7 +115,7 @@ def test_a_closure_evaluates_all_micro_batches(tmp_path: Path) -> None:
 
 
 class Sam(torch.optim.SGD):
-    """Steps from the gradient at the weights that the present gradient leads to (Foret et al. 2021)."""
+    """Sharpness-aware minimization: steps with the gradient at perturbed weights (Foret et al. 2021)."""
 
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
@@ -232,7 +232,7 @@ def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
     assert torch.equal(weights(whole), weights(resumed))
 
 
-def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
+def test_only_the_nonfinite_update_of_a_step_is_skipped(tmp_path: Path) -> None:
     class Breaks(InTurns):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             broken = float("nan") if global_step == 2 else 1.0
@@ -241,9 +241,17 @@ def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
 
     module = Breaks()
     trainer = train(module, tmp_path, nonfinite="skip", **PLAIN)
-    steps = [trainer.state.global_step, trainer.state.skipped_steps]
-    assert steps == [6, 0]
-    assert weights(module).isfinite().all()
+    generator, judge = networks()
+    first, second = torch.optim.Adam(judge.parameters(), lr=0.02), torch.optim.Adam(generator.parameters(), lr=0.01)
+    for step, real in enumerate(POINTS.split(8) * 2, 1):
+        for loss, optimizer in ((judge_loss, first), (fooling_loss, second)):
+            if (step, optimizer) != (2, first):
+                generator.zero_grad(), judge.zero_grad()
+                loss(generator, judge, real).backward()
+                optimizer.step()
+
+    assert [trainer.state.global_step, trainer.state.skipped_steps] == [6, 0]
+    assert torch.equal(weights(module), torch.cat([weights(generator), weights(judge)]))
 
 
 def test_a_step_that_fails_between_its_updates_is_not_continued(tmp_path: Path) -> None:
@@ -273,7 +281,7 @@ def test_a_step_that_fails_between_its_updates_is_not_continued(tmp_path: Path) 
         (lambda loss: None, "in which there is no loss"),
     ],
 )
-def test_a_wrong_yield_is_told_with_the_right_one(yielded: Any, message: str, tmp_path: Path) -> None:
+def test_a_wrong_yield_is_refused_with_the_reason(yielded: Any, message: str, tmp_path: Path) -> None:
     class Wrong(Points):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             yield yielded(judge_loss(self.generator, self.judge, batch[0]))
@@ -397,7 +405,7 @@ def nothing(self: Points, points: Tensor) -> Any:
         ),
     ],
 )
-def test_a_probable_mistake_is_warned_about(
+def test_a_probable_mistake_causes_one_warning(
     make: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(yields(make), tmp_path, gpu_batch_size_limit=4, **PLAIN)
@@ -407,19 +415,19 @@ def test_a_probable_mistake_is_warned_about(
 @pytest.mark.parametrize(
     "module", [InTurns, lambda: InTurns(3), lambda: Regression(lbfgs), lambda: Regression(Sam, yields=True)]
 )
-def test_correct_updates_are_not_warned_about(module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_correct_updates_cause_no_warning(module: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(module(), tmp_path, gpu_batch_size_limit=4, **PLAIN)
     said = [record.getMessage() for record in caplog.records]
     assert not [one for one in said if re.search(r"itself in global|no gradient|has not yielded|sum over", one)]
 
 
 @pytest.mark.parametrize("yields_it", [False, True])
-def test_a_closure_is_refused_where_steps_are_to_be_left_out(yields_it: bool, tmp_path: Path) -> None:
+def test_a_closure_is_refused_with_nonfinite_skip(yields_it: bool, tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"nonfinite='skip' with LBFGS.*Write nonfinite='raise'"):
         train(Regression(lbfgs, yields=yields_it), tmp_path, nonfinite="skip", **PLAIN)
 
 
-def test_a_step_that_returns_a_generator_is_told_to_delegate(tmp_path: Path) -> None:
+def test_a_step_that_returns_a_generator_is_refused(tmp_path: Path) -> None:
     class Returns(Points):
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return square_of_generator(self, batch[0])

@@ -1,4 +1,4 @@
-"""The loop keeps no memory that user code, autograd or a loader may write to (findings L-C1, L-C3, L-C4)."""
+"""The loop keeps no memory that user code, autograd or a loader may write to."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.helpers.modules import arguments
 
 STEPS = 4
 SPLITS = [4, 2, 1]
-"""Sizes of the micro-batches: 1, 2 and 4 in a step of 4 samples."""
+"""Sizes of micro-batches, of which a step of 4 samples has 1, 2 or 4."""
 
 
 class Shifted(ts.ModuleInterface):
-    """A linear model, and a parameter with one element that reaches the loss through a view alone."""
+    """A linear model, and a parameter with one element that the loss uses through a view only."""
 
     def __init__(self, view: Callable[[Tensor], Tensor] = Tensor.squeeze) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def train(module: ts.ModuleInterface, folder: Path, **changes: Any) -> ts.Traine
 
 @pytest.mark.parametrize("micro", SPLITS)
 @pytest.mark.parametrize("view", [Tensor.squeeze, lambda p: p.view(()), lambda p: p.reshape(()), lambda p: p[0]])
-def test_a_parameter_of_one_element_has_the_gradients_of_a_plain_loop(view: Any, micro: int, tmp_path: Path) -> None:
+def test_one_element_parameters_have_the_gradients_of_a_plain_loop(view: Any, micro: int, tmp_path: Path) -> None:
     module, plain = Shifted(view), Shifted(view)
     train(module, tmp_path, gpu_batch_size_limit=micro)
     by_hand(plain, micro)
@@ -79,7 +79,7 @@ def test_a_parameter_of_one_element_has_the_gradients_of_a_plain_loop(view: Any,
 
 
 @pytest.mark.parametrize("micro", SPLITS)
-def test_a_write_into_a_gradient_does_not_reach_the_next_backward_pass(micro: int, tmp_path: Path) -> None:
+def test_writes_to_gradients_do_not_reach_the_next_backward_pass(micro: int, tmp_path: Path) -> None:
     def clamp(module: Shifted) -> None:
         for parameter in module.parameters():
             assert parameter.grad is not None
@@ -98,7 +98,7 @@ def test_a_write_into_a_gradient_does_not_reach_the_next_backward_pass(micro: in
 
 
 @pytest.mark.parametrize("micro", SPLITS)
-def test_a_write_into_the_gradient_of_the_loss_lasts_for_one_pass(micro: int, tmp_path: Path) -> None:
+def test_writes_to_the_loss_gradient_last_for_one_pass(micro: int, tmp_path: Path) -> None:
     class Hooked(Shifted):
         def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
             loss = super().loss(inputs, targets)
@@ -113,7 +113,7 @@ def test_a_write_into_the_gradient_of_the_loss_lasts_for_one_pass(micro: int, tm
 
 
 class Reading(ts.ModuleInterface):
-    """Trains on batches of a loader, and notes the first value of each."""
+    """Trains on batches of a loader, and records the first value of each."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Weighed(Reading):
 
 
 class Recycling:
-    """Gives one tensor for all batches, valid until the next is asked for."""
+    """Gives the same tensor for all batches, each of which is valid until the next is fetched."""
 
     def __init__(self, batches: int, sized: bool) -> None:
         self.batches = batches
@@ -152,9 +152,7 @@ class Recycling:
 @pytest.mark.parametrize("batches", [8, 7], ids=["whole steps", "a short last step"])
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("kind", [Reading, Weighed])
-def test_a_batch_that_is_recycled_is_used_before_the_next_is_fetched(
-    kind: Any, sized: bool, batches: int, tmp_path: Path
-) -> None:
+def test_a_recycled_batch_is_used_before_the_next_fetch(kind: Any, sized: bool, batches: int, tmp_path: Path) -> None:
     module = kind(Recycling(batches, sized))
     train(module, tmp_path, train_batch_size=8, gpu_batch_size_limit=2)
 
@@ -171,7 +169,7 @@ def test_a_collate_function_may_fill_one_buffer(kind: Any, tmp_path: Path) -> No
     assert module.seen == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_weights_that_are_known_late_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+def test_batch_weights_known_late_give_the_whole_batchs_gradient(tmp_path: Path) -> None:
     recycled, kept = Weighed(Recycling(4, True)), Weighed(Recycling(4, True))
     kept.load_state_dict(recycled.state_dict())
     train(recycled, tmp_path, train_batch_size=8, gpu_batch_size_limit=2)
@@ -245,7 +243,7 @@ def test_losses_are_logged_as_they_were_returned(kind: Any, tmp_path: Path) -> N
     assert trainer.history.get_metric_values("train/loss_epoch") == [2.5]
 
 
-def test_a_validation_that_writes_its_losses_into_one_tensor_has_their_mean(tmp_path: Path) -> None:
+def test_validation_losses_in_one_reused_tensor_are_averaged(tmp_path: Path) -> None:
     class Validated(Shifted):
         buffer = torch.zeros(())
 
@@ -260,7 +258,7 @@ def test_a_validation_that_writes_its_losses_into_one_tensor_has_their_mean(tmp_
     assert trainer.history.get_metric_values("val/loss") == [1.5]
 
 
-def test_a_loss_does_not_keep_the_tensor_alive_that_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_recorded_loss_does_not_keep_its_base_alive(tmp_path: Path) -> None:
     alive: set[int] = set()
     most = 0
 

@@ -38,7 +38,9 @@ def test_a_run_whose_steps_run_twice_has_the_same_bits(tmp_path: Path, changes: 
 
     assert {**found, **SAME} == found
     plain, verified = found["calls"]
-    assert verified == 2 * plain - first  # in the first step, passes are seen to move an average of the weights
+    assert (
+        verified == 2 * plain - first
+    )  # not in the first step, whose passes are found to change an average of the weights
 
 
 @pytest.mark.distributed
@@ -104,14 +106,14 @@ def test_a_step_that_is_not_deterministic_stops_the_run(tmp_path: Path, name: st
     assert error.parameter == "net.0.weight" if quantity == "gradient" else True
 
 
-def test_unverified_steps_are_not_noticed(tmp_path: Path) -> None:
+def test_a_fault_in_an_unverified_step_is_not_noticed(tmp_path: Path) -> None:
     seed = next(seed for seed in range(100) if is_chosen(seed, 4, 0.5) and not is_chosen(seed, 3, 0.5))
 
     train(Faulty(FAULTS["clock"][0]), tmp_path, verify_replay=0.5, seed=seed)
 
 
 def flip_once(module: nn.Module, call: int) -> None:
-    """Flip the lowest bit of one number of an output of `module`, in its call with this number."""
+    """Flip one bit of one number of the output of `module`, in its call with this number."""
     calls = 0
 
     def hook(part: nn.Module, given: Any, output: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ def flip_once(module: nn.Module, call: int) -> None:
 @pytest.mark.parametrize("choice", ["stop", "warn", "record"])
 def test_one_flipped_bit_is_found_at_its_step(tmp_path: Path, choice: str, caplog: pytest.LogCaptureFixture) -> None:
     module = Classifier(numbers(40), dropout=0.5)
-    flip_once(module.net[0], 2 * 3 * 2 + 1)  # two micro-batches a step, each run twice: the first of step 4
+    flip_once(module.net[0], 2 * 3 * 2 + 1)  # two micro-batches a step, each run twice: the first call of step 4
     values: dict[str, Any] = {"verify_replay": 1.0, "on_replay_mismatch": choice, "gpu_batch_size_limit": 4}
     if choice == "stop":
         with pytest.raises(ts.ReplayMismatchError, match=r"step 4 .* the loss of micro-batch 0 and the gradient"):
@@ -157,7 +159,7 @@ def test_a_mismatch_that_is_recorded_keeps_the_first_result(tmp_path: Path) -> N
 
 
 class WritesGradients(Classifier):
-    """Its hook writes to gradients after each micro-batch, as a second run does not."""
+    """Its hook, which a second run does not call, writes to gradients after each micro-batch."""
 
     def on_end_backward(self, global_step: int, loss: Tensor) -> None:
         for parameter in self.parameters():
@@ -174,13 +176,13 @@ def test_hooks_that_write_gradients_cause_no_mismatch(tmp_path: Path, limit: int
 
 
 class CountsTokens(Classifier):
-    """Its micro-batches are rescaled within a step, since the number of items is known late."""
+    """Its micro-batches are rescaled within a step, because the number of items is known late."""
 
     def batch_weight(self, batch: Any) -> float:
         return float(batch[1].sum())
 
 
-def test_rescaled_micro_batches_are_run_again_alike(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_in_rescaled_micro_batches(tmp_path: Path) -> None:
     module = CountsTokens()
     flip_once(module.net[0], 3 * 2 * 2 + 2)
     trainer = train(module, tmp_path, gpu_batch_size_limit=3, verify_replay=1.0, on_replay_mismatch="record")
@@ -198,7 +200,7 @@ class LateGenerator(Classifier):
         return super().train_step(global_step, (batch[0] + noise, batch[1]), device)
 
 
-def test_a_generator_that_is_made_within_a_step_causes_no_mismatch(tmp_path: Path) -> None:
+def test_a_generator_made_within_a_step_causes_no_mismatch(tmp_path: Path) -> None:
     plain, verified = LateGenerator(), LateGenerator()
     train(plain, tmp_path / "a")
     train(verified, tmp_path / "b", verify_replay=1.0)
@@ -215,7 +217,7 @@ class StepsItself(Classifier):
         return super().train_step(global_step, batch, device)
 
 
-def test_steps_that_move_weights_themselves_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_write_weights_are_not_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, verified = StepsItself(), StepsItself()
     train(plain, tmp_path / "a")
     train(verified, tmp_path / "b", verify_replay=1.0)
@@ -228,7 +230,7 @@ def test_steps_that_move_weights_themselves_are_left_out(tmp_path: Path, caplog:
     "options", [{"activation_checkpointing": True}, {"compile": {"units": True, "backend": "eager"}}]
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
-def test_recomputed_and_compiled_blocks_are_run_again_alike(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_verification_keeps_the_bits_of_recomputed_and_compiled_blocks(tmp_path: Path, options: dict[str, Any]) -> None:
     made = []
     for share in (0.0, 1.0):
         torch.manual_seed(0)

@@ -29,7 +29,7 @@ def rates(make: Any, lrs: tuple[float, ...] = (0.1,), steps: int = 20, **options
 
 
 @pytest.mark.spec("PA-17")
-def test_the_document_s_cosine_with_cool_down_value_by_value() -> None:
+def test_the_cosine_with_cool_down_has_its_documented_values() -> None:
     warm, cool, start, final, peak = 5, 5, 1e-6, 1e-4, 0.1
     got = rates(warmup_cosine, warmup=warm, cooldown=cool, start_lr=start, final_lr=final, k_decay=2.0)
     for step, (rate,) in enumerate(got):
@@ -44,7 +44,7 @@ def test_the_document_s_cosine_with_cool_down_value_by_value() -> None:
 
 
 @pytest.mark.spec("PA-17")
-def test_an_absolute_rate_is_that_of_all_groups_and_a_fraction_is_one_of_all_steps() -> None:
+def test_absolute_rates_hold_for_all_groups() -> None:
     got = rates(warmup_linear, (0.1, 0.2), warmup=0.25, cooldown=0.25, start_lr=0.01, final_lr=0.05)
     assert got[0] == pytest.approx([0.01, 0.01])
     assert got[5] == pytest.approx([0.1, 0.2])
@@ -62,6 +62,6 @@ def test_an_absolute_rate_is_that_of_all_groups_and_a_fraction_is_one_of_all_ste
         ({"k_decay": 0.0}, "k_decay=0.0: write a number above 0"),
     ],
 )
-def test_rates_and_lengths_that_cannot_be_are_refused(options: Any, message: str) -> None:
+def test_impossible_rates_and_lengths_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         rates(warmup_cosine, **options)

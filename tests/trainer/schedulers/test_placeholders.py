@@ -1,4 +1,4 @@
-"""Placeholders stand for numbers of the plan; arithmetic on them is done when the plan is known."""
+"""Placeholders represent numbers of the plan; arithmetic on them is evaluated when the plan is known."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.spec("PA-15", "F212")
-def test_they_are_found_at_any_depth_and_everything_else_stays_as_it_is() -> None:
+def test_nested_placeholders_are_resolved_and_other_values_kept() -> None:
     thing = object()
     nested = {
         "partial": functools.partial(dict, [("a", NUM_EPOCHS)], b={"c": (1, [TOTAL_STEPS * 2])}, d="TOTAL_STEPS"),
@@ -116,12 +116,12 @@ def test_they_are_found_at_any_depth_and_everything_else_stays_as_it_is() -> Non
     "use",
     [int, float, bool, range, lambda x: x > 3, lambda x: x >= 3, lambda x: [1, 2][x], lambda x: max(1, x), math.trunc],
 )
-def test_a_placeholder_that_is_used_too_early_says_so(use: Callable[[Any], Any]) -> None:
+def test_a_placeholder_that_is_used_early_raises_an_error(use: Callable[[Any], Any]) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"NUM_EPOCHS \* 2 has no value before the run's plan exists"):
         use(NUM_EPOCHS * 2)
 
 
-def test_a_torch_scheduler_that_is_given_one_unresolved_says_so() -> None:
+def test_a_torch_scheduler_refuses_an_unresolved_placeholder() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
     with pytest.raises(ts.ConfigurationError, match="TOTAL_STEPS has no value before the run's plan exists"):
@@ -134,7 +134,7 @@ def test_operands_other_than_numbers_are_refused() -> None:
             NUM_EPOCHS + wrong
 
 
-def test_where_the_length_of_an_epoch_is_unknown_the_sentence_names_the_argument_to_set() -> None:
+def test_an_unknown_length_is_an_error_with_a_correction() -> None:
     sizes = {"train_batch_size": 8, "gpu_batch_size_limit": 4, "epochs": 3, "max_steps_per_epoch": 3}
     plan = ts.TrainingPlan.make(**sizes)
 
@@ -147,7 +147,7 @@ def test_where_the_length_of_an_epoch_is_unknown_the_sentence_names_the_argument
     assert resolve(STEPS_PER_EPOCH, ts.TrainingPlan.make(**sizes, loader_length=8)) == 3
 
 
-def test_they_read_as_they_were_written_and_can_be_copied_and_pickled() -> None:
+def test_placeholders_can_be_printed_copied_and_pickled() -> None:
     expression = round((NUM_EPOCHS + 1) * 2 - 0.1 * TOTAL_STEPS, 3)
 
     assert repr(expression) == "round(((NUM_EPOCHS + 1) * 2) - (0.1 * TOTAL_STEPS), 3)"

@@ -1,4 +1,4 @@
-"""When a scheduler steps, its arguments, its maker, and the same intervals after a resume."""
+"""The steps of schedulers, their arguments and factories, and equal intervals after a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLATEAU = functools.partial(lrs.ReduceLROnPlateau, factor=0.5, patience=1, thres
 
 
 class LikeTimm:
-    """A scheduler with timm's methods: it does not count, and has separate calls for updates and epochs."""
+    """A scheduler with timm's methods: it does not count steps, and has separate calls for updates and epochs."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, in_epochs: bool, warmup: int = 3) -> None:
         self.optimizer, self.in_epochs, self.warmup = optimizer, in_epochs, warmup
@@ -48,7 +48,7 @@ class LikeTimm:
 
 
 class Scheduled(Classifier):
-    """Six steps an epoch; the learning rate of each step is kept, and "val/score" is as told for each epoch."""
+    """Six steps an epoch; records the learning rate of each step, and logs "val/score" for each epoch."""
 
     scores = (3.0, 2.0, 2.0, 2.0, 1.0, 1.0)
 
@@ -73,7 +73,7 @@ class Scheduled(Classifier):
         self.log("val/score", self.scores[self.epoch])
 
 
-RHYTHMS: dict[str, tuple[Any, Callable[[int, int], float]]] = {
+INTERVALS: dict[str, tuple[Any, Callable[[int, int], float]]] = {
     "bare": (HALVES, lambda step, epoch: 0.5**step),
     "every step": (SchedulerConfig(HALVES, interval="step"), lambda step, epoch: 0.5**step),
     "every fourth step": (SchedulerConfig(HALVES, frequency=4), lambda step, epoch: 0.5 ** (step // 4)),
@@ -101,9 +101,9 @@ RHYTHMS: dict[str, tuple[Any, Callable[[int, int], float]]] = {
 
 
 @pytest.mark.spec("PA-10", "PA-11", "PA-18", "HZ-12", "F215", "F407")
-@pytest.mark.parametrize("rhythm", RHYTHMS)
-def test_a_scheduler_steps_in_its_intervals_also_after_a_resume(rhythm: str, tmp_path: Path) -> None:
-    scheduler, expected = RHYTHMS[rhythm]
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_a_scheduler_keeps_its_intervals_over_resumes(interval: str, tmp_path: Path) -> None:
+    scheduler, expected = INTERVALS[interval]
     unbroken = Scheduled(scheduler)
     whole = train(unbroken, tmp_path / "unbroken", epochs=6)
     assert unbroken.rates == pytest.approx([expected(step, step // 6) for step in range(36)])
@@ -125,9 +125,9 @@ def test_updates_that_moved_nothing_are_not_counted(tmp_path: Path) -> None:
         def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
             return super().train_step(global_step, batch, device) * (float("nan") if global_step in (2, 3) else 1.0)
 
-    rhythms = (SchedulerConfig(HALVES, frequency=2), SchedulerConfig(lambda o: LikeTimm(o, in_epochs=False)))
+    intervals = (SchedulerConfig(HALVES, frequency=2), SchedulerConfig(lambda o: LikeTimm(o, in_epochs=False)))
     for scheduler, expected in zip(
-        rhythms, ([1, 1, 1, 1, 0.5, 0.5], [1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 0.9**3]), strict=True
+        intervals, ([1, 1, 1, 1, 0.5, 0.5], [1 / 3, 2 / 3, 2 / 3, 2 / 3, 1, 0.9**3]), strict=True
     ):
         module = Overflowing(scheduler)
         train(module, tmp_path, nonfinite="skip")
@@ -151,7 +151,7 @@ def test_epochs_without_a_new_value_are_not_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["val/loss", "train/loss_epoch"])
 def test_the_losses_of_the_epoch_that_ends_can_be_monitored(name: str, tmp_path: Path) -> None:
     class Watching:
-        """A scheduler of one's own: any object with `step(value)`, `state_dict` and `load_state_dict`."""
+        """A custom scheduler: any object with `step(value)`, `state_dict` and `load_state_dict`."""
 
         def __init__(self, optimizer: Any) -> None:
             self.values: list[float] = []
@@ -171,7 +171,7 @@ def test_the_losses_of_the_epoch_that_ends_can_be_monitored(name: str, tmp_path:
 
 
 @pytest.mark.spec("PA-10", "PA-15")
-def test_a_factory_gets_the_optimizer_and_its_placeholders_the_numbers_of_the_plan(tmp_path: Path) -> None:
+def test_a_factory_gets_the_optimizer_and_resolved_placeholders(tmp_path: Path) -> None:
     seen = []
 
     def make(optimizer: Any, steps: int, options: Mapping[str, Any]) -> Any:
@@ -186,7 +186,7 @@ def test_a_factory_gets_the_optimizer_and_its_placeholders_the_numbers_of_the_pl
 
 
 @pytest.mark.spec("PA-10")
-def test_with_several_optimizers_each_factory_gets_the_one_at_its_position(tmp_path: Path) -> None:
+def test_each_factory_gets_the_optimizer_at_its_position(tmp_path: Path) -> None:
     class Two(Scheduled):
         def get_optimizers_schedulers(self, *_: Any) -> Any:
             self.both = [torch.optim.SGD(self.net[i].parameters(), lr=1.0) for i in (0, 3)]
@@ -210,8 +210,8 @@ FITTING = {
 
 
 @pytest.mark.parametrize("kind", FITTING)
-def test_a_resume_with_a_schedule_that_just_fits_is_not_refused(kind: str, tmp_path: Path) -> None:
-    """Nine steps of three an epoch, resumed after four: the scheduler counts the remaining steps, in its interval."""
+def test_a_resume_accepts_a_schedule_that_just_fits(kind: str, tmp_path: Path) -> None:
+    """Nine steps of three an epoch, resumed after four: the remaining steps are counted in its interval."""
     unbroken = Scheduled(FITTING[kind])
     options: dict[str, Any] = {"max_steps": 9, "train_batch_size": 14}
     train(unbroken, tmp_path / "unbroken", **options)
@@ -237,9 +237,7 @@ def test_schedulers_that_start_again_are_planned_for_the_remaining_epochs(tmp_pa
     assert module.rates == pytest.approx([1 - step / 6 for step in range(6)])
 
 
-def test_a_schedule_that_was_laid_over_fewer_epochs_is_kept_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_schedule_for_fewer_epochs_is_kept_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = ts.DefaultCheckpointerArguments()
     train(Scheduled(ts.build_scheduler("warmup_linear")), tmp_path, epochs=2, checkpointer_args=saving)
     module = Scheduled(ts.build_scheduler("warmup_linear"))
@@ -265,7 +263,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         SchedulerConfig(HALVES, monitor="val/loss"),
         "StepLR takes no value when it steps. Remove monitor",
     ),
-    "a rhythm for timm's": (
+    "a interval for timm's": (
         SchedulerConfig(functools.partial(LikeTimm, in_epochs=True), interval="epoch"),
         "LikeTimm is one of timm's schedulers.*Return it without interval",
     ),
@@ -298,17 +296,17 @@ def test_objects_that_cannot_be_stepped_are_refused_before_anything_runs(mistake
         ({"monitor": "val/loss", "interval": "step"}, "interval='step' with monitor='val/loss'.*Remove interval"),
     ],
 )
-def test_a_rhythm_that_does_not_exist_is_answered(options: dict[str, Any], message: str) -> None:
+def test_impossible_intervals_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=message):
         SchedulerConfig(HALVES, **options)
 
 
-def test_a_metric_that_is_never_recorded_is_answered_at_the_first_epoch_s_end(tmp_path: Path) -> None:
+def test_an_unrecorded_monitor_is_named_after_the_first_epoch(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"a scheduler monitors 'val/los'.*Did you mean 'val/loss'"):
         train(Scheduled(SchedulerConfig(PLATEAU, monitor="val/los")), tmp_path)
 
 
-def test_an_error_in_a_factory_says_whose_it_is(tmp_path: Path) -> None:
+def test_an_error_in_a_factory_names_the_scheduler(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as caught:
         train(Scheduled(functools.partial(lrs.StepLR, size=3)), tmp_path)
 
@@ -316,7 +314,7 @@ def test_an_error_in_a_factory_says_whose_it_is(tmp_path: Path) -> None:
 
 
 class Rate:
-    """A rate that depends on how often it was asked for."""
+    """A rate that depends on the number of its calls."""
 
     def __init__(self, scale: float) -> None:
         self.scale, self.asked = scale, torch.zeros(2)
@@ -334,9 +332,7 @@ class Asked(Classifier):
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Rate(self.scale))
 
 
-def test_a_rate_that_counts_its_calls_does_not_count_as_another_schedule(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rate_that_counts_calls_is_the_same_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saving = ts.DefaultCheckpointerArguments()
     for epochs in (1, 2, 3):
         train(Asked(), tmp_path, epochs=epochs, checkpointer_args=saving, resume="auto")

@@ -54,7 +54,7 @@ class Scheduled(Classifier):
 
 @pytest.mark.spec("PA-11", "F211", "F407")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scheduler_steps_once_an_update_also_after_a_resume(kind: str, tmp_path: Path) -> None:
+def test_a_scheduler_steps_once_an_update_over_resumes(kind: str, tmp_path: Path) -> None:
     by_hand = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
     scheduler, expected = KINDS[kind](by_hand), []
     for _ in range(12):
@@ -76,7 +76,7 @@ def test_a_scheduler_steps_once_an_update_also_after_a_resume(kind: str, tmp_pat
 
 
 @pytest.mark.spec("PA-11")
-def test_with_accumulation_a_scheduler_steps_once_a_window(tmp_path: Path) -> None:
+def test_a_scheduler_steps_once_for_accumulated_micro_batches(tmp_path: Path) -> None:
     module = Scheduled("lambda")
     train(module, tmp_path, gpu_batch_size_limit=2)
 

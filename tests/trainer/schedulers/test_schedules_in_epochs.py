@@ -1,4 +1,4 @@
-"""Schedules that were laid out in epochs and step after each update, and schedulers without a state."""
+"""Schedules with a length in epochs that step after each update, and schedulers without a state."""
 
 from __future__ import annotations
 
@@ -63,23 +63,25 @@ IN_EPOCHS = {
 
 
 @pytest.mark.parametrize("name", IN_EPOCHS)
-def test_a_length_in_epochs_is_pointed_at(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_length_in_epochs_causes_a_warning(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make = IN_EPOCHS[name]
-    told = warning_of(lambda optimizer, module: make(optimizer, 2), tmp_path, caplog, epochs=2)
-    assert "was made for 2 steps; it steps once after each of 10 updates. Use self.plan.total_steps, or Sched" in told
+    said = warning_of(lambda optimizer, module: make(optimizer, 2), tmp_path, caplog, epochs=2)
+    assert "was made for 2 steps; it steps once after each of 10 updates. Use self.plan.total_steps, or Sched" in said
 
 
 @pytest.mark.parametrize("name", IN_EPOCHS)
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_a_length_in_updates_is_not(name: str, epochs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_length_in_updates_causes_no_warning(
+    name: str, epochs: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make = IN_EPOCHS[name]
-    told = warning_of(lambda optimizer, module: make(optimizer, module.plan.total_steps), tmp_path, caplog, epochs)
-    assert not told
+    said = warning_of(lambda optimizer, module: make(optimizer, module.plan.total_steps), tmp_path, caplog, epochs)
+    assert not said
 
 
-def test_a_step_size_in_epochs_is_pointed_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = warning_of(lambda o, module: lr_scheduler.StepLR(o, 1, 0.5), tmp_path, caplog, epochs=2)
-    assert told.startswith("StepLR was made for 1 step; it steps once after each of 10 updates.")
+def test_a_step_size_in_epochs_causes_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = warning_of(lambda o, module: lr_scheduler.StepLR(o, 1, 0.5), tmp_path, caplog, epochs=2)
+    assert said.startswith("StepLR was made for 1 step; it steps once after each of 10 updates.")
 
 
 @pytest.mark.parametrize(
@@ -105,14 +107,14 @@ class Stateless:
         self.steps += 1
 
 
-def test_a_scheduler_without_a_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_stateless_scheduler_is_refused_before_the_first_step(tmp_path: Path) -> None:
     module = Scheduled(lambda optimizer, module: Stateless(optimizer))
     saves = ts.DefaultCheckpointerArguments(checkpoint=True)
     with pytest.raises(ts.ModuleContractError, match="Stateless has no state_dict and no load_state_dict"):
         train(module, tmp_path, checkpointer_args=saves)
 
 
-def test_a_scheduler_without_a_state_serves_a_run_that_saves_nothing(tmp_path: Path) -> None:
+def test_a_stateless_scheduler_works_without_checkpoints(tmp_path: Path) -> None:
     made = list[Stateless]()
 
     def make(optimizer: Any, module: Any) -> Stateless:

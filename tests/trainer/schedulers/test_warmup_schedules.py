@@ -50,9 +50,7 @@ def lengths(draw: st.DrawFn) -> tuple[int, int, int]:
 
 @pytest.mark.spec("PA-17", "F213")
 @given(sizes=lengths(), start=RATIOS, final=RATIOS)
-def test_cosine_and_linear_rise_to_the_peak_and_fall_to_the_end(
-    sizes: tuple[int, int, int], start: float, final: float
-) -> None:
+def test_cosine_and_linear_follow_their_formulas(sizes: tuple[int, int, int], start: float, final: float) -> None:
     total, up, _ = sizes
     options: dict[str, Any] = {"warmup": up, "start_ratio": start, "final_ratio": final}
     cosine = multiples(lambda o: schedulers.warmup_cosine(o, total, **options), total + 3)
@@ -104,7 +102,7 @@ def test_inverse_sqrt_falls_with_the_root_of_the_step(up: int, start: float) -> 
 
 
 @pytest.mark.spec("PA-17")
-def test_a_float_is_a_fraction_of_all_steps_and_a_whole_number_is_steps() -> None:
+def test_a_float_is_a_fraction_of_all_steps() -> None:
     by_fraction = multiples(lambda o: schedulers.warmup_stable_decay(o, 40, warmup=0.1, decay=0.2), 40)
     by_steps = multiples(lambda o: schedulers.warmup_stable_decay(o, 40, warmup=4, decay=8), 40)
 
@@ -132,7 +130,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.spec("PA-17", "F213")
 @pytest.mark.parametrize("kind", MADE)
-def test_a_schedule_is_a_plain_torch_scheduler_whose_state_is_restored(kind: str) -> None:
+def test_a_schedule_is_a_torch_scheduler_with_state(kind: str) -> None:
     unbroken = multiples(MADE[kind], 20)
     sgd = optimizer()
     scheduler = MADE[kind](sgd)
@@ -224,7 +222,7 @@ def test_a_named_schedule_spans_the_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("HZ-11", "PA-15")
-def test_torch_s_own_are_known_by_the_names_of_their_classes(tmp_path: Path) -> None:
+def test_torchs_schedulers_are_built_by_class_name(tmp_path: Path) -> None:
     module = Named("StepLR", step_size=ts.placeholders.STEPS_PER_EPOCH, gamma=0.5)
     train(module, tmp_path, epochs=2)
 

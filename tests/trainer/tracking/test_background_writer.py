@@ -1,4 +1,4 @@
-"""A slow writer works in its own thread: training waits for it only at the end."""
+"""A slow writer runs in a separate thread: training waits for it only at the end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Slow(Writer):
         self.closed += 1
 
 
-def test_calls_return_at_once_and_are_done_in_order_before_close_returns() -> None:
+def test_calls_return_immediately_and_run_in_order_before_close() -> None:
     slow = Slow()
     writer = BackgroundWriter(slow)
     writer.open(RunInfo())
@@ -59,7 +59,7 @@ def test_calls_return_at_once_and_are_done_in_order_before_close_returns() -> No
     assert slow.closed == 1
 
 
-def test_an_error_in_the_thread_is_raised_by_the_next_call() -> None:
+def test_the_next_call_raises_an_error_of_the_thread() -> None:
     slow = Slow(fails_at=1)
     slow.gate.set()
     writer = BackgroundWriter(slow)
@@ -80,7 +80,7 @@ def write_four_times(writer: Writer) -> None:
         writer.write(ONE)
 
 
-def test_a_writer_at_a_standstill_is_given_up_after_its_time() -> None:
+def test_a_blocked_writer_raises_a_timeout() -> None:
     slow = Slow()
     full = BackgroundWriter(slow, most_waiting=2, patience_s=0.05)
     full.open(RunInfo())

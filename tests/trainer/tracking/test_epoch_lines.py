@@ -29,14 +29,14 @@ def line(epoch: int, best: str | None = None, **changes: float) -> EpochLine:
     )
 
 
-def test_a_log_gets_key_and_value_on_one_line() -> None:
+def test_a_log_line_has_keys_and_values() -> None:
     assert line(3) == (
         "epoch=3/12 step=189 train/loss=0.25 val/loss=0.3976 cola/val/acc=0.4 lr/body=1e-05 memory=1.235e+06 "
         "mnli/val/acc=0.3976 rte/val/acc=nan stsb/val/pearson=-0.05 seconds=1.2"
     )
 
 
-def test_a_narrow_terminal_gets_the_columns_that_fit_and_the_number_of_the_others() -> None:
+def test_a_narrow_terminal_gets_fewer_columns_and_their_number() -> None:
     table = EpochTable()
     shown = [*table.rows(line(1), 80), *table.rows(line(12, best="val/loss"), 80)]
     assert shown == [
@@ -53,7 +53,7 @@ def test_a_wide_terminal_gets_aligned_columns() -> None:
     assert row == " 1/12      63     0.2500      0.3976*       0.4000   1.000e-05   1.235e+06        0.3976     1.2 s"
 
 
-def test_a_very_narrow_terminal_gets_the_losses() -> None:
+def test_a_very_narrow_terminal_gets_the_losses_only() -> None:
     assert EpochTable().rows(line(1, best="val/loss"), 60) == [
         "epoch    step train/loss    val/loss      time +6",
         " 1/12      63     0.2500      0.3976*    1.2 s",
@@ -64,7 +64,7 @@ def test_a_very_narrow_terminal_gets_the_losses() -> None:
     ]
 
 
-def test_every_width_is_kept_and_columns_stay_under_their_names() -> None:
+def test_rows_fit_every_width_and_columns_are_aligned() -> None:
     for width in range(30, 200):
         table = EpochTable()
         rows = [*table.rows(line(1), width), *table.rows(line(2, "val/loss"), width)]
@@ -74,7 +74,7 @@ def test_every_width_is_kept_and_columns_stay_under_their_names() -> None:
         assert len(set(ends)) == 1
 
 
-def test_a_header_comes_again_where_a_metric_is_new_and_a_missing_value_leaves_a_blank() -> None:
+def test_the_header_is_repeated_for_a_new_metric() -> None:
     table = EpochTable()
     first = EpochLine(epoch="1/3", step=1, values={"train/loss": 1.0}, seconds=0, best=None, elsewhere="")
     second = EpochLine(
@@ -85,20 +85,20 @@ def test_a_header_comes_again_where_a_metric_is_new_and_a_missing_value_leaves_a
     assert len(table.rows(first, 100)) == 2
 
 
-def test_a_header_comes_again_on_each_screen() -> None:
+def test_the_header_is_repeated_every_40_rows() -> None:
     table = EpochTable()
     headers = [epoch for epoch in range(100) if len(table.rows(line(epoch), 80)) == 2]
     assert headers == [0, 40, 80]
 
 
-def test_the_writer_lays_rows_out_on_a_terminal_alone(tmp_path: Path) -> None:
+def test_the_writer_aligns_rows_on_a_terminal_only(tmp_path: Path) -> None:
     ours, its = pty.openpty()
     with os.fdopen(its, "w") as terminal, (tmp_path / "log").open("w") as log:
         for stream in (terminal, log):
             StdoutWriter(stream).text(line(1))
             StdoutWriter(stream).text("a remark")
         text = ""
-        while not text.endswith("a remark\r\n"):  # a terminal hands its output on in pieces
+        while not text.endswith("a remark\r\n"):  # a terminal returns its output in parts
             text += os.read(ours, 10_000).decode()
     shown = text.splitlines()
     os.close(ours)
@@ -107,7 +107,7 @@ def test_the_writer_lays_rows_out_on_a_terminal_alone(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == f"{line(1)}\na remark\n"
 
 
-def test_the_best_value_of_the_monitored_metric_is_marked_over_a_resume(tmp_path: Path) -> None:
+def test_the_best_monitored_value_is_marked_across_a_resume(tmp_path: Path) -> None:
     import trainstack as ts
 
     class Keeps(ts.Writer):

@@ -1,4 +1,4 @@
-"""Images, texts, tables and files on their way to the writers, and the status of a run."""
+"""Images, texts, tables and files for the writers, and the status of a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Keeps(ts.Writer):
 
 
 class OldWriter(ts.Writer):
-    """A writer as it was before there was anything but records."""
+    """A writer that supports records only."""
 
     def __init__(self) -> None:
         self.records, self.closed = 0, 0
@@ -86,7 +86,7 @@ class Logs(Classifier):
         self.log_table("val/table", [[1, torch.tensor(0.5)]], columns=["a", "b"])
 
 
-def test_a_training_gives_writers_the_logged_values_then_the_status(tmp_path: Path) -> None:
+def test_writers_get_the_logged_values_then_the_status(tmp_path: Path) -> None:
     for slow in (False, True):
         keeps = Keeps("last", slow=slow)
         old = OldWriter()
@@ -113,13 +113,13 @@ def test_a_training_gives_writers_the_logged_values_then_the_status(tmp_path: Pa
 
 @pytest.mark.distributed
 @pytest.mark.processes
-def test_over_two_processes_the_main_one_writes_and_knows_that_another_has_failed(tmp_path: Path) -> None:
+def test_the_main_rank_writes_and_reports_failures_of_others(tmp_path: Path) -> None:
     main, other = run_world(2, logged_over_processes, directory=str(tmp_path))
     assert main == [["epoch", "rank 0", 4], ["worker", "file"], ["failed"], ["raised"]]
     assert other == [["raised"]]
 
 
-def test_the_best_checkpoint_is_uploaded_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_uploaded_on_request(tmp_path: Path) -> None:
     keeps = Keeps("best")
     trainer = train(Logs(), tmp_path, epochs=3, writers=[keeps], **SAVES)
     losses = dict(zip((4, 8, 12), trainer.history.get_metric_values("val/loss"), strict=True))
@@ -136,7 +136,7 @@ def test_the_best_checkpoint_is_uploaded_where_it_is_asked_for(tmp_path: Path) -
     ],
     ids=["failed", "interrupted", "stopped"],
 )
-def test_writers_are_told_how_a_run_has_ended(tmp_path: Path, crash: BaseException, expected: tuple[str, str]) -> None:
+def test_writers_get_the_status_of_the_run(tmp_path: Path, crash: BaseException, expected: tuple[str, str]) -> None:
     keeps, old = Keeps("last"), OldWriter()
     trainer = ts.Trainer(Logs(crash, at=5), arguments(tmp_path, epochs=2, writers=[keeps, old], **SAVES))
     if isinstance(crash, ts.StopTraining):
@@ -150,7 +150,7 @@ def test_writers_are_told_how_a_run_has_ended(tmp_path: Path, crash: BaseExcepti
     assert old.closed == 1
 
 
-def test_blocks_whose_values_are_not_those_of_the_run_write_nothing(tmp_path: Path) -> None:
+def test_searches_checks_and_separate_validations_write_nothing(tmp_path: Path) -> None:
     keeps = Keeps()
     made = arguments(tmp_path, epochs=1, writers=[keeps], sanity_val_steps=1)
     trainer = ts.Trainer(Logs(), made)
@@ -160,7 +160,7 @@ def test_blocks_whose_values_are_not_those_of_the_run_write_nothing(tmp_path: Pa
     assert [call[3] for call in keeps.calls if call[0] == "text"] == [4]
 
 
-def test_a_validation_in_a_hook_is_a_part_of_the_run(tmp_path: Path) -> None:
+def test_a_validation_in_a_hook_is_part_of_the_run(tmp_path: Path) -> None:
     keeps = Keeps()
     trainer = ts.Trainer(Logs(), arguments(tmp_path, epochs=1, writers=[keeps]))
     trainer.on(ts.Event.TRAIN_STEP_END, once=2)(lambda trainer: trainer.validate() and None)
@@ -188,7 +188,7 @@ def test_the_trainer_logs_within_training_only(tmp_path: Path, caplog: pytest.Lo
             call()
 
 
-def test_values_that_no_writer_takes_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_without_a_writer_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(Logs(), tmp_path, epochs=2, writers=["csv", OldWriter()])
     said = [message for message in caplog.messages if "no writer of this run takes" in message]
     assert [message.split("takes ")[1].split(",")[0] for message in said] == ["images", "texts", "tables"]
@@ -203,6 +203,7 @@ class LogsPrivately(Logs):
         self.log_text("public", "constant", provenance=ts.Provenance.PUBLIC)
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("shows", [False, True])
 def test_a_private_run_writes_only_permitted_metrics(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shows: bool
@@ -231,14 +232,14 @@ def test_a_module_alone_keeps_its_logged_values(caplog: pytest.LogCaptureFixture
         module.log_text("a\nb", "x")
 
 
-def test_a_module_may_have_an_attribute_of_that_name() -> None:
+def test_a_module_may_define_an_attribute_logged() -> None:
     module = Logs()
     module.logged = ["mine"]  # type: ignore[assignment]
     module.log("loss", 1.0)
     assert module.logged == ["mine"]
 
 
-def test_a_metric_object_is_refused_with_the_line_to_write() -> None:
+def test_a_metric_object_as_value_is_refused() -> None:
     class Accuracy:
         def compute(self) -> float:
             return 1.0
@@ -247,7 +248,7 @@ def test_a_metric_object_is_refused_with_the_line_to_write() -> None:
         Logs().log("acc", Accuracy())
 
 
-def test_run_step_runs_one_step_and_leaves_the_module_as_it_was() -> None:
+def test_run_step_leaves_the_module_unchanged() -> None:
     module = Logs().eval()
     inputs, labels = numbers(4)[:]
     result = run_step(module, (inputs, labels))
@@ -314,7 +315,7 @@ def test_a_figure_is_drawn_and_keeps_its_canvas() -> None:
         figure_pixels(RED)
 
 
-def test_tables_of_all_kinds() -> None:
+def test_tables_of_all_kinds_are_converted() -> None:
     table = Table(("a", "b"), ((1, "x"), (2, None)))
     assert make_table({"a": torch.tensor([1, 2]), "b": ["x", None]}) == table
     assert make_table([{"a": 1, "b": "x"}, {"a": np.int64(2)}]) == table

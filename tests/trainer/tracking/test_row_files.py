@@ -27,14 +27,14 @@ def put(writer: Writer, records: list[Record], resume_step: int | None = None, b
     writer.close()
 
 
-def test_a_json_line_holds_name_value_step_and_epoch(tmp_path: Path) -> None:
+def test_a_json_line_has_name_value_step_and_epoch(tmp_path: Path) -> None:
     put(JsonLinesWriter(tmp_path / "metrics.jsonl"), RECORDS)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["name"], line["step"], line["epoch"]) for line in lines] == [(r[0], r[2], r[3]) for r in RECORDS]
     assert [line["value"] for line in lines] == [0.1, "inf", "nan", "-inf"]
 
 
-def test_json_lines_continue_where_the_checkpoint_was_and_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+def test_json_lines_are_truncated_to_the_checkpoint_on_resume(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     put(JsonLinesWriter(file), RECORDS)
     whole = file.read_bytes().splitlines(keepends=True)
@@ -61,7 +61,7 @@ def test_written_rows_are_read_back(tmp_path: Path, suffix: str) -> None:
         assert history.flush() == []
 
 
-def test_reading_names_the_fault_of_the_path(tmp_path: Path) -> None:
+def test_errors_in_reading_name_the_fault(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match=r"has neither metrics\.csv nor metrics\.jsonl"):
         ts.read_history(tmp_path)
     with pytest.raises(ts.ConfigurationError, match="there is no file"):

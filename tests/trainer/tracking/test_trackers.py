@@ -24,7 +24,7 @@ CONFIG = {"backend": "sp", "arguments": {"epochs": 2, "writers": ["x"], "checkpo
 
 
 def put(writer: Writer, directory: Path, records: list[Record], resume_step: int | None = None) -> str:
-    """Write `records` as one process does; returns how the run is known from then on."""
+    """Write `records` as one process does; returns the id of the run."""
     writer.open(RunInfo(resume_step=resume_step, log_dir=directory, config=CONFIG))
     writer.write(records)
     writer.close()
@@ -81,9 +81,7 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> list[Calls]:
     return runs
 
 
-def test_wandb_gets_one_point_a_step_over_global_step_and_continues_its_run(
-    wandb_runs: list[Calls], tmp_path: Path
-) -> None:
+def test_wandb_gets_one_point_a_step_and_resumes_its_run(wandb_runs: list[Calls], tmp_path: Path) -> None:
     assert put(WandbWriter(project="mine", mode="offline"), tmp_path, FIRST) == "made-0"
     assert put(WandbWriter(project="mine"), tmp_path, SECOND, resume_step=20) == "made-0"
     assert put(WandbWriter(), tmp_path, FIRST) == "made-2"  # a fresh run is another run
@@ -100,9 +98,7 @@ def test_wandb_gets_one_point_a_step_over_global_step_and_continues_its_run(
     ]
 
 
-def test_trackio_gets_one_point_a_step_and_continues_its_run_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trackio_gets_one_point_a_step_and_resumes_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs: list[Calls] = []
 
     def init(project: str, **options: Any) -> Calls:
@@ -175,9 +171,7 @@ def mlflow_server(monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
     return server
 
 
-def test_mlflow_gets_every_record_and_the_arguments_by_dotted_names_and_continues_its_run(
-    mlflow_server: MlflowServer, tmp_path: Path
-) -> None:
+def test_mlflow_gets_all_records_and_arguments_and_resumes_its_run(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     assert put(MlflowWriter(experiment="mine"), tmp_path, FIRST) == "run-0"
     assert put(MlflowWriter(experiment="mine"), tmp_path, SECOND, resume_step=20) == "run-0"
     assert put(MlflowWriter(experiment="mine"), tmp_path, FIRST) == "run-1"
@@ -189,18 +183,14 @@ def test_mlflow_gets_every_record_and_the_arguments_by_dotted_names_and_continue
     assert run["status"] == "FINISHED"
 
 
-def test_mlflow_is_given_no_more_a_call_than_it_takes_and_no_name_that_it_refuses(
-    mlflow_server: MlflowServer, tmp_path: Path
-) -> None:
+def test_mlflow_gets_valid_names_in_batches_of_1000(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     put(MlflowWriter(), tmp_path, [Record("loss(é)", 1.0, step, 0) for step in range(2500)])
     run = mlflow_server.runs["run-0"]
     assert [metrics for metrics, _ in run["calls"] if metrics] == [1000, 1000, 500]
     assert {name for name, _, _ in run["metrics"]} == {"loss___"}
 
 
-def test_a_run_that_cannot_be_continued_says_which_file_to_delete(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_error_for_a_lost_run_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*args: Any, **options: Any) -> None:
         raise LookupError("no such run")
 
@@ -213,7 +203,7 @@ def test_a_run_that_cannot_be_continued_says_which_file_to_delete(
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "ma', "[]", "{}", '{"run": null}', "\udcff"])
-def test_a_torn_note_of_the_run_is_said_and_a_new_run_begins(
+def test_a_damaged_run_file_starts_a_new_run(
     wandb_runs: list[Calls], tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     file = tmp_path / "wandb-run.json"
@@ -224,7 +214,7 @@ def test_a_torn_note_of_the_run_is_said_and_a_new_run_begins(
     assert wandb_runs[1].options["resume"] == "allow"
 
 
-def test_the_note_of_the_run_has_its_old_content_or_its_new_one(
+def test_the_run_file_is_replaced_atomically(
     wandb_runs: list[Calls], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(WandbWriter(), tmp_path, FIRST)
@@ -250,7 +240,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
         train(Classifier(), tmp_path, writers=[name])
 
 
-def test_a_training_is_told_to_wandb_with_its_arguments(wandb_runs: list[Calls], tmp_path: Path) -> None:
+def test_wandb_gets_the_arguments_of_a_training(wandb_runs: list[Calls], tmp_path: Path) -> None:
     train(Classifier(), tmp_path, epochs=1, log_every=2, writers=["wandb"])
     (run,) = wandb_runs
     assert run.options["config"]["arguments"]["log_every"] == 2
@@ -297,9 +287,7 @@ def test_a_crashed_training_is_failed_in_mlflow(mlflow_server: MlflowServer, tmp
     assert mlflow_server.runs["run-0"]["status"] == "FAILED"
 
 
-def test_names_that_differ_in_refused_characters_alone_stay_apart_in_mlflow(
-    mlflow_server: MlflowServer, tmp_path: Path
-) -> None:
+def test_mlflow_names_stay_unique_after_replacement_of_characters(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     writer = MlflowWriter()
     writer.open(RunInfo(log_dir=tmp_path, config={"\u03b1": 1, "\u03b2": 2}))
     for step in (1, 2):
@@ -310,7 +298,7 @@ def test_names_that_differ_in_refused_characters_alone_stay_apart_in_mlflow(
     assert run["params"] == {"_": "1", "__2": "2"}
 
 
-def test_a_run_whose_tracker_failed_is_not_finished_well(mlflow_server: MlflowServer, tmp_path: Path) -> None:
+def test_a_run_whose_tracker_failed_has_status_failed(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     writer = BackgroundWriter(MlflowWriter())
     writer.open(RunInfo(log_dir=tmp_path, config=CONFIG))
     mlflow_server.log_batch = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
@@ -352,7 +340,7 @@ def test_the_open_run_of_wandb_is_used_and_left_open(
         put(WandbWriter(), tmp_path, SECOND, resume_step=20)
 
 
-def test_the_active_run_of_mlflow_is_used_and_keeps_its_parameters(mlflow_server: MlflowServer, tmp_path: Path) -> None:
+def test_the_active_run_of_mlflow_keeps_its_parameters(mlflow_server: MlflowServer, tmp_path: Path) -> None:
     run_id = mlflow_server.create_run("0", None).info.run_id
     mlflow_server.runs[run_id]["params"]["backend"] = "mine"
     active = SimpleNamespace(info=SimpleNamespace(run_id=run_id))
@@ -370,7 +358,7 @@ def test_wrong_artifacts_are_refused(wandb_runs: list[Calls]) -> None:
         WandbWriter(artifacts="all")  # type: ignore[arg-type]
 
 
-def test_tensorboards_own_readers_find_all(tmp_path: Path) -> None:
+def test_the_readers_of_tensorboard_find_all_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
     from tools.clients.trackers import use_tensorboard
 
@@ -379,7 +367,7 @@ def test_tensorboards_own_readers_find_all(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TRACKERS if name != "tensorboard"])
-def test_users_of_the_real_package(name: str) -> None:
+def test_scripts_with_the_real_packages_pass(name: str) -> None:
     if importlib.util.find_spec(TRACKERS[name]) is None:  # the scripts run in a process each
         pytest.skip(f"needs {TRACKERS[name]}")
     result, output = run(SCRIPTS / "trackers" / f"use_{name}.py", sys.executable, LIMIT_S)

@@ -1,4 +1,4 @@
-"""A user's own progress display."""
+"""A custom progress display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainstack.trainer.evaluation.loader_pass import count_batches, evaluation_
 
 
 class Bells(ts.ProgressDisplay):
-    """Rings at each step."""
+    """Records its calls."""
 
     next_poll = 0
 
@@ -45,7 +45,7 @@ class Bells(ts.ProgressDisplay):
 
 
 @pytest.mark.spec("FN-26")
-def test_a_progress_display_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_progress_display_gets_all_calls(tmp_path: Path) -> None:
     bells = Bells()
     train(Classifier(validate=True), tmp_path, progress=bells, max_train_steps_per_epoch=2)
     assert bells.rung == ["epoch 1 of 1", 1, 2, "default", "closed"]
@@ -75,7 +75,7 @@ class Validated(Classifier):
         }
 
 
-def test_a_validation_has_its_number_of_batches(tmp_path: Path) -> None:
+def test_a_validation_display_gets_the_number_of_batches(tmp_path: Path) -> None:
     for limit, expected in ((None, [11, 3, None]), (2, [2, 2, None])):
         totals = Totals()
         train(Validated(), tmp_path, progress=totals, max_steps=1, val_batch_size=4, max_val_steps_per_epoch=limit)
@@ -85,7 +85,7 @@ def test_a_validation_has_its_number_of_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("samples", [1, 7, 8, 41])
 @pytest.mark.parametrize("limit", [None, 1, 3, 0.3, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_number_of_batches_is_that_of_each_rank(samples: int, limit: int | float | None, size: int) -> None:
+def test_the_number_of_batches_is_correct_on_each_rank(samples: int, limit: int | float | None, size: int) -> None:
     for rank in range(size):
         loader, world = DataLoader(numbers(samples), 4), World(rank=rank, size=size)
         pairs, _ = evaluation_batches(loader, seed=0, world=world, limit=limit)

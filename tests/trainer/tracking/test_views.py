@@ -26,7 +26,7 @@ def history() -> ts.RunHistory:
     return history
 
 
-def test_the_repr_of_a_history_has_the_newest_values_and_reads_no_device(history: ts.RunHistory) -> None:
+def test_the_repr_of_a_history_has_the_newest_values(history: ts.RunHistory) -> None:
     assert repr(history) == "RunHistory(5 records: train/loss=0.25, val/loss=0.125)"
     history.update_metric("acc", torch.tensor(0.5))
     assert "acc" not in repr(history)
@@ -41,13 +41,13 @@ def test_a_history_as_html_is_a_table_of_epochs(history: ts.RunHistory) -> None:
     assert "&lt;b&gt;" in history._repr_html_()
 
 
-def test_of_many_epochs_the_last_are_shown() -> None:
+def test_only_the_last_50_epochs_are_shown() -> None:
     html = epochs_html({epoch: {"loss": 1.0} for epoch in range(200)})
     assert html.count("<tr>") == 51
     assert "the last 50 of 200 epochs" in html
 
 
-def test_a_history_as_a_data_frame(history: ts.RunHistory) -> None:
+def test_a_history_converts_to_a_data_frame(history: ts.RunHistory) -> None:
     pytest.importorskip("pandas", reason="needs pandas")
     history.update_metric("val/loss", 0.0625, step=4, epoch=1)
     frame = history.to_frame()
@@ -60,7 +60,7 @@ def test_a_history_as_a_data_frame(history: ts.RunHistory) -> None:
     assert ts.RunHistory().to_frame().empty
 
 
-def test_a_history_as_a_plot(history: ts.RunHistory) -> None:
+def test_a_history_plots_its_metrics(history: ts.RunHistory) -> None:
     matplotlib = pytest.importorskip("matplotlib", reason="needs matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot
@@ -97,7 +97,7 @@ def test_a_missing_package_is_named_with_its_extra(
         call(history)
 
 
-def test_the_repr_of_a_trainer_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_the_repr_of_a_trainer_has_its_progress(tmp_path: Path) -> None:
     seen = []
     trainer = ts.Trainer(Classifier(numbers(16)), arguments(tmp_path, epochs=2))
     assert repr(trainer) == f"Trainer(Classifier, backend='sp', not started, epoch 0 of 2, step 0, {tmp_path})"
@@ -109,7 +109,7 @@ def test_the_repr_of_a_trainer_tells_how_far_it_is(tmp_path: Path) -> None:
     assert "<th>train/loss_epoch</th>" in trainer._repr_html_()
 
 
-def test_results_are_shown_in_short(tmp_path: Path) -> None:
+def test_results_have_a_short_repr(tmp_path: Path) -> None:
     trainer = train(Classifier(numbers(16), validate=True), tmp_path, epochs=1)
     outputs = trainer.validate()
     assert f"<td>val/loss</td><td>{outputs.metrics['val/loss']}</td>" in outputs._repr_html_()
@@ -146,7 +146,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Outputs:
     return outputs
 
 
-def test_in_a_kernel_one_output_has_the_bar_and_then_the_table(kernel: Outputs, tmp_path: Path) -> None:
+def test_a_notebook_output_has_the_bar_then_the_table(kernel: Outputs, tmp_path: Path) -> None:
     class Looks(Classifier):
         def on_end_train_epoch(self, global_step: int) -> None:
             seen.append(kernel.shown[0]["text/html"])
@@ -163,7 +163,7 @@ def test_in_a_kernel_one_output_has_the_bar_and_then_the_table(kernel: Outputs, 
     assert "<th>train/loss</th><th>val/loss</th>" in html
 
 
-def test_outside_of_a_kernel_nothing_changes(kernel: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_kernel_progress_is_plain(kernel: Outputs, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(build_progress("auto"), NotebookProgress)
     assert isinstance(build_progress("notebook"), NotebookProgress)
     sys.modules["IPython"].get_ipython = lambda: None  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ def test_outside_of_a_kernel_nothing_changes(kernel: Outputs, monkeypatch: pytes
         build_progress("notebook")
 
 
-def test_ipython_itself_shows_reprs_and_the_display(tmp_path: Path) -> None:
+def test_ipython_shows_reprs_and_the_display(tmp_path: Path) -> None:
     pytest.importorskip("IPython", reason="needs ipython")
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output

@@ -65,7 +65,7 @@ def read(path: Path) -> list[Record]:
 
 
 @given(st.lists(st.tuples(st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), min_size=1), st.floats())))
-def test_csv_gives_back_every_name_and_every_bit(rows: list[tuple[str, float]]) -> None:
+def test_csv_keeps_every_name_and_every_bit(rows: list[tuple[str, float]]) -> None:
     import tempfile
 
     records = [Record(name, value, step, 2) for step, (name, value) in enumerate(rows)]
@@ -77,7 +77,7 @@ def test_csv_gives_back_every_name_and_every_bit(rows: list[tuple[str, float]]) 
         assert back == [struct.pack("d", r.value) for r in records if r.value == r.value]
 
 
-def test_csv_rows_are_there_after_each_write(tmp_path: Path) -> None:
+def test_csv_rows_are_on_disk_after_each_write(tmp_path: Path) -> None:
     writer = CsvWriter(tmp_path / "deep" / "metrics.csv")
     writer.open(RunInfo(resume_step=None))
     writer.write([loss(1, 0.1), Record('a "b", c', float("inf"), 1, 1)])
@@ -88,7 +88,7 @@ def test_csv_rows_are_there_after_each_write(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.spec("F309")
-def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_csv_of_a_killed_process_equals_an_unbroken_one(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     code = (
         "import os\n"
@@ -112,7 +112,7 @@ def test_csv_survives_a_process_that_is_killed_and_continues_as_if_it_had_not_be
 
 
 @pytest.mark.spec("F309")
-def test_csv_resume_keeps_the_rows_up_to_the_step_byte_for_byte(tmp_path: Path) -> None:
+def test_csv_resume_keeps_the_bytes_up_to_the_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     text = HEADER + "1,0,a,0.5\n2,0,a,1e-07\n2,0,b,nan\n"
     path.write_text(text + "3,0,a,1.0\n4,0,a,2.0\n")
@@ -132,7 +132,7 @@ def test_csv_resume_cuts_off_a_torn_last_row(tmp_path: Path, torn: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_csv_resume_replaces_only_files_in_the_folder_of_the_run(tmp_path: Path, inside: bool) -> None:
+def test_csv_resume_replaces_files_of_the_run_only(tmp_path: Path, inside: bool) -> None:
     path = tmp_path / "metrics.csv"
     text = HEADER + "1,0,a,0.5\n900,0,x,1.0\nan edited line\n"
     path.write_text(text)
@@ -174,7 +174,7 @@ def test_csv_renames_a_foreign_file(tmp_path: Path, resume_step: int | None) -> 
     assert read(path) == [loss(6)]
 
 
-def test_csv_names_the_fault_of_a_wrong_use(tmp_path: Path) -> None:
+def test_errors_of_csv_name_the_wrong_use(tmp_path: Path) -> None:
     writer = CsvWriter(tmp_path / "metrics.csv")
     with pytest.raises(ConfigurationError, match=r"not open; call open\(\) first"):
         writer.write([loss(1)])
@@ -199,7 +199,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 @needs_tensorboard
 @pytest.mark.spec("F117")
-def test_tensorboard_deletes_nothing_that_may_be_of_another_run(tmp_path: Path) -> None:
+def test_tensorboard_deletes_no_foreign_file(tmp_path: Path) -> None:
     precious = tmp_path / "precious" / "results.csv"
     precious.parent.mkdir()
     precious.write_text("mine")
@@ -246,7 +246,7 @@ def test_tensorboard_points_are_on_disk_after_each_write(tmp_path: Path) -> None
         writer.write([loss(2)])
 
 
-def test_tensorboard_missing_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_an_error_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'trainstack\[tensorboard\]'"):
         TensorBoardWriter(tmp_path)
@@ -266,7 +266,7 @@ def test_neither_tensorboard_nor_rich_is_imported_until_used() -> None:
 
 
 @pytest.mark.spec("PA-39")
-def test_stdout_prints_summaries_and_no_single_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stdout_prints_summaries_only(capsys: pytest.CaptureFixture[str]) -> None:
     writer = StdoutWriter()
     writer.open(RunInfo(resume_step=None))
     writer.write([loss(1)])
@@ -275,7 +275,7 @@ def test_stdout_prints_summaries_and_no_single_record(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "epoch 1: loss 0.5\n"
 
 
-def test_stdout_outlives_its_stream_and_its_encoding() -> None:
+def test_stdout_ignores_a_closed_stream_and_escapes_characters() -> None:
     closed = io.StringIO()
     closed.close()
     StdoutWriter(closed).text("not printed")
@@ -328,15 +328,13 @@ def test_writers_are_built_from_names(tmp_path: Path) -> None:
         ([3], "3 is a int, not a writer"),
     ],
 )
-def test_a_wrong_list_of_writers_is_answered_with_the_right_one(
-    tmp_path: Path, given_writers: Any, message: str
-) -> None:
+def test_a_wrong_list_of_writers_is_refused_with_a_correction(tmp_path: Path, given_writers: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build_writers(given_writers, tmp_path)
 
 
 class Spy(Writer):
-    """Remembers its calls and fails in those named `fails_in`."""
+    """Records its calls and fails in the method `fails_in`."""
 
     def __init__(self, fails_in: str = "") -> None:
         self.calls: list[str] = []
@@ -365,7 +363,7 @@ class FailingSpy(Spy):
 
 
 @pytest.mark.parametrize("method", ["write", "text", "close"])
-def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_continue(method: str) -> None:
+def test_a_writer_that_fails_is_removed_and_the_others_continue(method: str) -> None:
     said: list[str] = []
     before, failing, after = Spy(), FailingSpy(fails_in=method), Spy()
     group = WriterGroup([before, failing, after], said.append)
@@ -375,7 +373,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_continue(
         group.text("line")
     group.close()
     assert before.calls == after.calls == ["open", "write", "text", "write", "text", "close"]
-    assert failing.calls.count(method) == (2 if method == "close" else 1)  # closed, and let go of once it failed
+    assert failing.calls.count(method) == (2 if method == "close" else 1)  # a writer that fails is closed once more
     assert failing.calls[-1] == "close"
     assert len(said) == 1
     assert said[0].startswith(
@@ -383,7 +381,7 @@ def test_a_writer_that_fails_is_named_once_and_left_out_and_the_others_continue(
     )
 
 
-def test_a_writer_that_cannot_be_opened_is_an_error_and_the_others_are_closed() -> None:
+def test_an_error_in_open_closes_the_other_writers() -> None:
     before, after = Spy(), Spy()
     group = WriterGroup([before, FailingSpy(fails_in="open"), after], pytest.fail)
     with pytest.raises(OSError, match="disk full in open") as caught:
@@ -397,7 +395,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     spy = Spy()
     group = WriterGroup([spy], pytest.fail)
     group.open(RunInfo())
-    group._process += 1  # as in a child: it is not the process that opened them
+    group._process += 1  # as in a forked process
     group.write([loss(1)])
     group.close()
     assert spy.calls == ["open"]

@@ -1,1 +1,1 @@
-"""One contender a file; `find_contenders` imports them all."""
+"""One file for each contender; `find_contenders` imports all of them."""

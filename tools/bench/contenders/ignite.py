@@ -1,4 +1,4 @@
-"""Ignite at its leanest: its supervised trainer and evaluator with no handler but the one that collects."""
+"""Ignite with minimal options: its supervised trainer and evaluator, with only the handler that collects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning at its leanest: no logger, no bar, no summary, no checkpoints, nothing logged."""
+"""Lightning with minimal options: no logger, no bar, no summary, no checkpoints, nothing logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """`Trainer.fit`, or `Trainer.predict` for a task that evaluates."""
+    """`Trainer.fit`, or `Trainer.predict` for an evaluation."""
     import lightning.pytorch as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""`raw` a second time: how far its ratio is from one is how far any ratio can be trusted."""
+"""`raw` a second time: the distance of its ratio from 1 is the accuracy of all ratios."""
 
 from __future__ import annotations
 

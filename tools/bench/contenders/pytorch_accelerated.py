@@ -1,4 +1,4 @@
-"""pytorch-accelerated at its leanest: no callbacks, and the loader as it is."""
+"""pytorch-accelerated with minimal options: no callbacks, and the loader of the task."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """`Trainer.train`, with the task's loader in place of the one that it would make."""
+    """`Trainer.train`, with the loader of the task instead of its default loader."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     model, loader = task.make_model(), task.make_loader()
-    from pytorch_accelerated import Trainer  # after the model: importing it draws random numbers
+    from pytorch_accelerated import Trainer  # after the model, because the import draws random numbers
 
     class Lean(Trainer):  # type: ignore[misc]
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Any:
@@ -43,6 +43,6 @@ CONTENDER = Contender(
     against="raw",
     prepare=prepare,
     kinds=("train",),
-    feeds=("tensors",),  # it needs a loader that has a batch sampler
+    feeds=("tensors",),  # it needs a loader with a batch sampler
     requires=("pytorch_accelerated",),
 )

@@ -1,4 +1,4 @@
-"""The loop that a user would have written: zero_grad, forward, backward, step."""
+"""The loop that a user writes: zero_grad, forward, backward, step."""
 
 from __future__ import annotations
 

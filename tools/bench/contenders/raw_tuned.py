@@ -1,4 +1,4 @@
-"""The plain loop with a fused optimizer and the channels last in memory."""
+"""The plain loop with a fused optimizer and channels last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """The loop of a user who knows both."""
+    """The tuned plain loop."""
     return prepare_handwritten(task, tuned=True)
 
 

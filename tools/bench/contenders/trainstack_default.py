@@ -1,4 +1,4 @@
-"""trainstack as it comes: clipping at norm 1, lines on standard output, a CSV file, plain progress."""
+"""trainstack with its defaults: clipping at norm 1, lines on standard output, a CSV file, plain progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """All arguments at their defaults, but for batch sizes and checkpoints."""
+    """All arguments have their defaults, except batch sizes and checkpoints."""
     return prepare_library(task, folder, progress="plain")
 
 

@@ -1,4 +1,4 @@
-"""trainstack with everything on: the defaults, a bar on a terminal, TensorBoard, and a hook after each step."""
+"""trainstack with its defaults, a bar on a terminal, TensorBoard, and a hook after each step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class HookedModule(TaskModule):
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """All that the library offers for watching a run."""
+    """A training with all options for observing a run."""
     return prepare_full(task, folder)
 
 
 def prepare_full(task: Task, folder: Path, **options: Any) -> Run:
-    """The same, with `options` as further trainer arguments."""
+    """The same with further trainer arguments `options`."""
     writers = ["stdout", "csv", *(["tensorboard"] if importlib.util.find_spec("tensorboard") else [])]
     watched = {"on_terminal": True, "writers": writers, "progress": "rich"}
     return prepare_library(task, folder, module=HookedModule(task), **watched, **options)

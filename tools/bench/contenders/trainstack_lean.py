@@ -1,4 +1,4 @@
-"""trainstack with all that can be turned off turned off: no clipping, no writers, no bar."""
+"""trainstack with minimal options: no clipping, no writers, no bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trainstack as it comes, asked for the channels last, with a fused optimizer and no clipping."""
+"""trainstack with its defaults, channels last and a fused optimizer, and without clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trainstack with everything on but clipping: as `trainstack_full`, for the arithmetic of `raw`."""
+"""`trainstack_full` without clipping, with the arithmetic of `raw`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """All that the library offers for watching a run."""
+    """A training with all options for observing a run."""
     return prepare_full(task, folder, clip_grads=False)
 
 

@@ -1,4 +1,4 @@
-"""The transformers Trainer at its leanest: no clipping, a constant rate, no bar, no logs, no checkpoints."""
+"""The transformers Trainer with minimal options: no clipping, a constant rate, no bar, no logs, no checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.bench.task import Task
 
 
 def prepare(task: Task, folder: Path) -> Run:
-    """`Trainer.train`, or `Trainer.predict` for a task that evaluates; batches come from the task's own loader."""
+    """`Trainer.train`, or `Trainer.predict` for an evaluation, with the loader of the task."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -38,7 +38,7 @@ def prepare(task: Task, folder: Path) -> Run:
                 return None, model(inputs[0]), None
 
     def run() -> Sequence[Tensor]:
-        with redirect_stdout(io.StringIO()):  # it prints how long it took
+        with redirect_stdout(io.StringIO()):  # it prints its time
             return _run()
 
     def _run() -> Sequence[Tensor]:

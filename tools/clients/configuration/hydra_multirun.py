@@ -1,4 +1,4 @@
-"""A Hydra application with `--multirun`; TrainerArguments come from the DictConfig as it is."""
+"""A Hydra application with `--multirun`; TrainerArguments are made from the DictConfig."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A data set of `datasets` with columns, formatted as tensors, as it is."""
+"""A dataset of `datasets` with columns as tensors, without conversion."""
 
 from datasets import Dataset
 from torch import nn

@@ -1,4 +1,4 @@
-"""`split_dataset_by_node` in two processes: refused without `data_sharding`, complete with it."""
+"""`split_dataset_by_node` in two processes: an error without `data_sharding`, all samples with it."""
 
 import os
 

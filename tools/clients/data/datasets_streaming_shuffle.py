@@ -1,4 +1,4 @@
-"""A stream of `datasets`: `shuffle` gives another order in each epoch, since the trainer calls `set_epoch`."""
+"""A stream of `datasets`: `shuffle` gives another order in each epoch, because the trainer calls `set_epoch`."""
 
 import torch
 from datasets import Dataset

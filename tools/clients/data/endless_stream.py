@@ -1,4 +1,4 @@
-"""An endless iterable with `max_steps`, as collectors of reinforcement learning are."""
+"""An endless iterable with `max_steps`, like collectors of reinforcement learning."""
 
 import itertools
 

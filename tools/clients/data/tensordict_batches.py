@@ -1,4 +1,4 @@
-"""A TensorDict as data set and as batch."""
+"""A TensorDict as dataset and as batch."""
 
 import torch
 from tensordict import TensorDict

@@ -1,4 +1,4 @@
-"""webdataset in two processes, the shards split by process."""
+"""webdataset in two processes, with shards divided among them."""
 
 import os
 import sys

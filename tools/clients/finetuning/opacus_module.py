@@ -1,4 +1,4 @@
-"""A network that opacus has made fit for private training, under "sp-dp"."""
+"""A network that opacus has converted for private training, with "sp-dp"."""
 
 import torch
 from opacus.validators import ModuleValidator

@@ -1,4 +1,4 @@
-"""Checkpoints that hold the adapter alone, and a resume from one."""
+"""Checkpoints with only the adapter, and a resume from one."""
 
 from pathlib import Path
 
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     resumed = train(2, "parts")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     size = sum(file.stat().st_size for file in Path("parts/checkpoints/last").resolve().rglob("*") if file.is_file())
-    assert size < 500 * 64 * 4  # the embedding alone is larger
+    assert size < 500 * 64 * 4  # the embedding would be larger

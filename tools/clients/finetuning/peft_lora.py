@@ -1,4 +1,4 @@
-"""LoRA on a causal language model with `task_type`, with an average of the weights; only the adapter moves."""
+"""LoRA on a causal language model with `task_type`, with an average of the weights; only the adapter is trained."""
 
 import torch
 from peft import LoraConfig, get_peft_model

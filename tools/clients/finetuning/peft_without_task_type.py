@@ -1,4 +1,4 @@
-"""LoRA without `task_type` on a timm model and on a network of the user's, from dict batches."""
+"""LoRA without `task_type` on a timm model and on a custom network, with dict batches."""
 
 import timm
 import torch

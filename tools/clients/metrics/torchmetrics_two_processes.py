@@ -1,4 +1,4 @@
-"""Metrics over two processes are those of one, to the bit, with a last batch that is short."""
+"""Metrics over two processes have the bits of one process, with a short last batch."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""`torchvision::nms` in Python, where torchvision's compiled operators do not load with the installed torch.
+"""`torchvision::nms` in Python, if torchvision's compiled operators do not load with the installed torch.
 
 `python -m tools.clients` puts this folder into PYTHONPATH only in such an environment, for example with torchvision's
 wheel for CUDA and torch for the CPU. Python imports a `sitecustomize` when it starts, also in processes that a script
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-kept = []  # operators exist as long as their library does
+kept = []  # operators exist as long as their library
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices of the boxes that no kept box with a higher score overlaps by more than the threshold."""
+    """Indices of the boxes that do not overlap a kept box with a higher score by more than the threshold."""
     import torch
 
     order = scores.argsort(descending=True, stable=True)
@@ -42,20 +42,20 @@ class Finder(MetaPathFinder):
     """Defines the operator between the import of `torchvision.extension` and that of the module that needs it."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing: the usual finders do."""
+        """Return None, so that the usual finders continue."""
         if name == "torchvision._meta_registrations" and not kept:
             define(sys.modules["torchvision.extension"])
 
 
 def define(extension: ModuleType) -> None:
-    """Define the operator unless the compiled ones are there."""
+    """Define the operator unless the compiled ones exist."""
     import torch
 
     if extension._has_ops():
         return
     library = torch.library.Library("torchvision", "DEF")
     kept.append(library)
-    for name in ("nms", "qnms"):  # torchvision gives both a shape function, so both have to be there
+    for name in ("nms", "qnms"):  # torchvision registers a shape function for both, so both have to exist
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     library.impl("nms", nms, "CPU")
     extension._assert_has_ops = lambda: None  # would refuse each call; the operators that are absent still raise

@@ -1,4 +1,4 @@
-"""AdamWScheduleFree as it is; its modes are the trainer's business."""
+"""AdamWScheduleFree without changes: the trainer sets its modes."""
 
 import torch
 from schedulefree import AdamWScheduleFree

@@ -1,4 +1,4 @@
-"""torch.optim.swa_utils and `callbacks.EMA`: the averages agree to the bit."""
+"""torch.optim.swa_utils and `callbacks.EMA`: the averages have equal bits."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A network initialised and loaded with Accelerate's tools, then trained."""
+"""A network is initialised and loaded with Accelerate, then trained."""
 
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch

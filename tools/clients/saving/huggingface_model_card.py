@@ -1,4 +1,4 @@
-"""The card of an export is read by huggingface_hub, front matter included."""
+"""huggingface_hub reads the card of an export with its front matter."""
 
 import torch
 from huggingface_hub import ModelCard

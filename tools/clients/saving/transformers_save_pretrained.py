@@ -1,4 +1,4 @@
-"""`save_pretrained` of the trained model, which is read again with the same weights and equal outputs."""
+"""`save_pretrained` of the trained model: the saved model has the same weights and close outputs."""
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -18,5 +18,5 @@ if __name__ == "__main__":
     states = loaded.state_dict(), model.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
-    # Not the same bits: the file is mapped into memory at other alignments, and the CPU then adds in another order.
+    # Not equal bits: the mapped file has another alignment, with which the CPU adds in another order.
     torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)

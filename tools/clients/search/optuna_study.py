@@ -1,4 +1,4 @@
-"""An Optuna study with an objective that trains, in its plainest form."""
+"""An Optuna study with a simple objective that trains."""
 
 import optuna
 import torch

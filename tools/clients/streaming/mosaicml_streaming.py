@@ -1,4 +1,4 @@
-"""mosaicml-streaming in two processes: it splits by rank itself, each sample is trained on once."""
+"""mosaicml-streaming in two processes: it divides by rank, and each sample is used once."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A metric of `evaluate` over all outputs of a validation, as in `compute_metrics` of their Trainer."""
+"""A metric of `evaluate` over all outputs of a validation, like `compute_metrics` of transformers."""
 
 import datasets
 import evaluate
@@ -10,7 +10,7 @@ import trainstack as ts
 
 
 class Accuracy(evaluate.Metric):
-    """The content of a metric of the Hub, written in place since nothing is downloaded."""
+    """A metric like those of the Hub, without a download."""
 
     def _info(self):
         features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})

@@ -1,4 +1,4 @@
-"""A metric of torchmetrics finds the `labels` that the model takes itself."""
+"""A metric of torchmetrics gets the `labels` that are an input of the model."""
 
 import torch
 from torchmetrics.classification import MulticlassAccuracy

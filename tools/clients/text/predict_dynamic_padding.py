@@ -1,4 +1,4 @@
-"""`validate()` and `predict()` where each batch is padded to its own longest row."""
+"""`validate()` and `predict()` with batches that are padded to their longest row."""
 
 import torch
 from transformers import BertConfig, BertForTokenClassification

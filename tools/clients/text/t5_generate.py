@@ -1,4 +1,4 @@
-"""T5 that generates in `val_step`: sequences of different lengths come back."""
+"""T5 generates in `val_step`: sequences of different lengths are collected."""
 
 import torch
 from transformers import T5Config, T5ForConditionalGeneration

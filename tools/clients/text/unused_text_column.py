@@ -1,4 +1,4 @@
-"""A text column left in the data set, as it is after `map`; the collator must not see it."""
+"""A text column remains in the dataset after `map`; the collator must not get it."""
 
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers

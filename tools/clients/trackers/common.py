@@ -17,7 +17,7 @@ STEPS = 8  # two epochs of four
 
 
 class Line(ts.SupervisedModule):
-    """Fits a line. Logs an image, a text and a table at the end of each epoch; `crash` is raised after step 6."""
+    """Fits a line. Logs an image, a text and a table at the end of each epoch, and raises `crash` after step 6."""
 
     def __init__(self, crash: BaseException | None = None) -> None:
         inputs = torch.linspace(-1, 1, 32).unsqueeze(1)
@@ -38,7 +38,7 @@ class Line(ts.SupervisedModule):
 
 
 def run(folder: Path, *writers: Any, crash: BaseException | None = None, **changes: Any) -> ts.Trainer:
-    """Train two epochs of four steps; an exception that was asked for ends it and is caught.
+    """Train two epochs of four steps; a requested exception ends the training and is caught.
 
     Raises:
         AssertionError: a writer has failed.
@@ -60,7 +60,7 @@ def run(folder: Path, *writers: Any, crash: BaseException | None = None, **chang
 
 
 def losses(trainer: ts.Trainer) -> list[tuple[int, float]]:
-    """Step and training loss of each step, as the history has them."""
+    """Step and training loss of each step in the history."""
     return [(record.step, record.value) for record in trainer.history.records("train/loss")]
 
 

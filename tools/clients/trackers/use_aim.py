@@ -20,15 +20,15 @@ def values(found: aim.Run, name: str) -> list[tuple[int, float]]:
 
 
 def indexed(repo: str) -> aim.Repo:
-    """The repository with its index up to date, for which `aim up` cares otherwise."""
-    time.sleep(1.0)  # Aim keeps its list of runs for half a second; without the wait, a new run is not in it
+    """The repository with a current index, which `aim up` maintains otherwise."""
+    time.sleep(1.0)  # Aim caches its list of runs for half a second, so without the wait it lacks a new run
     found = aim.Repo(repo)
     found._recreate_index()
     return found
 
 
 def main(folder: Path) -> None:
-    """Train, crash, resume, and train in a run that is given."""
+    """Train, crash, resume, and train in a given run."""
     repo = str(folder / "repo")
     aim.Repo.from_path(repo, init=True)
     trainer = run(folder / "a", AimWriter(repo=repo, experiment="lines"))

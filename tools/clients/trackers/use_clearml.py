@@ -1,4 +1,4 @@
-"""ClearML offline: an own task with media and an artifact, a crash, and a task that is open."""
+"""ClearML offline: a new task with media and an artifact, a crash, and an open task."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def files(folder: Path) -> tuple[dict[str, Any], str, list[str]]:
 
 
 def main(folder: Path) -> None:
-    """Train, crash, and train in a task that is open. Only a server has the status of a task, and resumes one."""
+    """Train, crash, and train in an open task. Only a server has the status of a task, and resumes one."""
     run(folder / "a", ClearmlWriter("lines", artifacts="last"))
     assert Task.current_task() is None
     task, events, names = files(folder / "a")

@@ -1,4 +1,4 @@
-"""Comet offline: an own experiment with media and a model, a crash, a resume, and an experiment that is running."""
+"""Comet offline: a new experiment with media and a model, a crash, a resume, and a running experiment."""
 
 import json
 import sys
@@ -22,12 +22,12 @@ def messages(folder: Path) -> list[dict[str, Any]]:
 
 
 def offline(folder: Path) -> dict[str, Any]:
-    """Options of `comet_ml.start` for an experiment that is kept in `folder`."""
+    """Options of `comet_ml.start` for an experiment in `folder`."""
     return {"online": False, "experiment_config": comet_ml.ExperimentConfig(offline_directory=str(folder))}
 
 
 def texts(folder: Path) -> bytes:
-    """The content of the archives apart from the messages."""
+    """The content of the archives without the messages."""
     found = b""
     for path in sorted(folder.glob("*.zip")):
         with zipfile.ZipFile(path) as archive:
@@ -41,7 +41,7 @@ def metrics(found: list[dict[str, Any]], name: str) -> list[int]:
 
 
 def main(folder: Path) -> None:
-    """Train, crash, resume, and train in an experiment that is running."""
+    """Train, crash, resume, and train in a running experiment."""
     run(folder / "run-a", CometWriter(project_name="lines", artifacts="last", **offline(folder / "a")))
     found = messages(folder / "a")
     assert metrics(found, "train/loss") == list(range(1, 9))

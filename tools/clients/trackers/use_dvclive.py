@@ -17,7 +17,7 @@ def values(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def main(folder: Path) -> None:
-    """Train, crash, resume, and train in a `Live` that is given."""
+    """Train, crash, resume, and train with a given `Live`."""
     trainer = run(folder / "a", DvcliveWriter(save_dvc_exp=False, dvcyaml=None, artifacts="last"))
     live = folder / "a" / "dvclive"
     assert close(values(live, "train/loss"), losses(trainer))

@@ -20,7 +20,7 @@ from trainstack import MlflowWriter
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[str]:
-    """`mlflow server` on a free port; gives its address."""
+    """`mlflow server` on a free port; yields its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -45,7 +45,7 @@ def server(folder: Path) -> Iterator[str]:
 
 
 def main(folder: Path) -> None:
-    """Train, crash, interrupt, resume, and train in a run that is open."""
+    """Train, crash, interrupt, resume, and train in an open run."""
     with server(folder) as address:
         mlflow.set_tracking_uri(address)
         client = MlflowClient()
@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
         mlflow.set_experiment("mine")
         with mlflow.start_run() as active:
             run(folder / "c", "mlflow")
-            run(folder / "d", "mlflow", train_batch_size=16)  # its parameters are those of the first
+            run(folder / "d", "mlflow", train_batch_size=16)  # it has the parameters of the first run
             assert mlflow.active_run().info.run_id == active.info.run_id
         ended = client.get_run(active.info.run_id)
         assert ended.info.status == "FINISHED"

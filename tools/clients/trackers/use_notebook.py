@@ -18,14 +18,14 @@ SHOW = ["trainer", "trainer.history", "trainer.history.to_frame()", "%matplotlib
 
 
 def main(folder: Path) -> None:
-    """Run a notebook and look at its outputs."""
+    """Run a notebook and check its outputs."""
     cells = [TRAIN.format(folder=str(folder / "run")), *SHOW]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     training, shown, history, frame, plot = (cell.outputs for cell in notebook.cells)
 
     (display,) = [output for output in training if output.output_type == "display_data"]
-    html = display.data["text/html"]  # as it was updated last
+    html = display.data["text/html"]  # the last update
     assert "<progress" not in html
     assert html.count("<tr>") == 3, html  # the head and two epochs
     assert "<th>train/loss</th>" in html

@@ -20,18 +20,18 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 
 class Gateway(BaseHTTPRequestHandler):
-    """Keeps pushed values, as a Pushgateway does."""
+    """Stores pushed values like a Pushgateway."""
 
     pushed: ClassVar[list[tuple[str, str]]] = []
 
     def do_PUT(self) -> None:
-        """Take a push."""
+        """Store a push."""
         self.pushed.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
         self.send_response(200)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 def main(folder: Path) -> None:
@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
 
     registry = CollectorRegistry()
     run(folder / "c", PrometheusWriter(registry=registry))
-    run(folder / "d", PrometheusWriter(registry=registry))  # the gauges of the first are gone
+    run(folder / "d", PrometheusWriter(registry=registry))  # the gauges of the first run are removed
     assert samples(generate_latest(registry).decode()) == {}
 
 

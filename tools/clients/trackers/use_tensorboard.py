@@ -1,4 +1,4 @@
-"""TensorBoard's own readers find scalars, an image, a text, a table, hyperparameters and the status."""
+"""The readers of TensorBoard find scalars, an image, a text, a table, hyperparameters and the status."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def hparams(events: EventAccumulator, which: str) -> plugin_data_pb2.HParamsPluginData:
-    """The beginning or the end of the session, as the tab HPARAMS reads it."""
+    """The begin or the end of the session for the tab HPARAMS."""
     content = events.SummaryMetadata(SESSION.format(which)).plugin_data.content
     return plugin_data_pb2.HParamsPluginData.FromString(content)
 

@@ -1,4 +1,4 @@
-"""trackio, on this machine: metrics, media, an artifact, a resume, and a run that is open."""
+"""trackio without a server: metrics, media, an artifact, a resume, and an open run."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from tools.clients.trackers.common import close, losses, run
 
 
 def main(folder: Path) -> None:
-    """Train, crash, resume, and train in a run that is open."""
+    """Train, crash, resume, and train in an open run."""
     os.environ["TRACKIO_DIR"] = str(folder / "trackio")
     import trackio  # reads the variable
 

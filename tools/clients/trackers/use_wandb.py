@@ -1,4 +1,4 @@
-"""wandb offline: an own run with media and artifacts, a crash, a resume, and the run of a sweep."""
+"""wandb offline: a new run with media and artifacts, a crash, a resume, and the run of a sweep."""
 
 import os
 import struct
@@ -15,7 +15,7 @@ from trainstack import WandbWriter
 
 
 def records(folder: Path) -> list[wandb_internal_pb2.Record]:
-    """All records in the files of the offline runs below `folder`; wandb's process writes them a little later."""
+    """All records in the files of the offline runs below `folder`; the process of wandb writes them with a delay."""
     files, patience = sorted(folder.rglob("*.wandb")), time.monotonic() + 60
     while True:
         found = [wandb_internal_pb2.Record.FromString(data) for path in files for data in chunks(path.read_bytes())]
@@ -25,7 +25,7 @@ def records(folder: Path) -> list[wandb_internal_pb2.Record]:
 
 
 def chunks(content: bytes) -> Iterator[bytes]:
-    """The records in a file of LevelDB's log format behind a header of 7 bytes, which wandb's package only writes."""
+    """The records in a file of LevelDB's log format after a header of 7 bytes. The package of wandb has no reader."""
     block, place, record = 32768, 7, b""
     while place + 7 <= len(content):
         left = block - place % block
@@ -35,7 +35,7 @@ def chunks(content: bytes) -> Iterator[bytes]:
         size, kind = struct.unpack_from("<HB", content, place + 4)
         record += content[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield record
             record = b""
 
@@ -55,7 +55,7 @@ def exit_codes(found: list[wandb_internal_pb2.Record]) -> list[int]:
 
 
 def main(folder: Path) -> None:
-    """Train, crash, resume, and train in a run that is open."""
+    """Train, crash, resume, and train in an open run."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     run(folder / "a", WandbWriter(project="lines", artifacts="last"))
     found = records(folder / "a")

@@ -21,5 +21,5 @@ if __name__ == "__main__":
     ts.Trainer(module, ts.TrainerArguments(epochs=10, train_batch_size=32)).train()
     module.model.eval()
     attributions = IntegratedGradients(module.model).attribute(inputs[:32], target=1)
-    assert attributions.abs().mean(0).argmax() == 2  # the one input that decides
+    assert attributions.abs().mean(0).argmax() == 2  # the only input that matters
     assert LayerGradCam(module.model, module.model[0]).attribute(inputs[:8], target=1).shape[0] == 8

@@ -1,4 +1,4 @@
-"""The loader of timm's training script: its own sampler, collation and normalisation."""
+"""The loader of timm's training script with its sampler, collation and normalisation."""
 
 import timm
 import torch

@@ -1,4 +1,4 @@
-"""A timm model with timm's own data config, label smoothing and cosine schedule."""
+"""A timm model with its data config, label smoothing and cosine schedule of timm."""
 
 import timm
 import torch

@@ -22,7 +22,7 @@ def train():
     ts.seed_everything(0)
     data = TensorDataset(torch.rand(16, 3, 32, 32), torch.randint(0, 5, (16,)))
     model = timm.create_model("mobilenetv3_small_050", num_classes=5)
-    # timm's Mixup takes the device of the batch only if it is told; on the CPU it must be.
+    # timm's Mixup uses the device of the batch only with this option, which the CPU needs.
     Mixed.mixup = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=5)
     trainer = ts.Trainer(
         Mixed(model, torch.nn.CrossEntropyLoss(), "adamw", data, data), ts.TrainerArguments(train_batch_size=8)

@@ -1,4 +1,4 @@
-"""`callbacks.EMA` in the place of timm's ModelEmaV3: the same averaged weights."""
+"""`callbacks.EMA` instead of timm's ModelEmaV3: the same averaged weights."""
 
 import copy
 
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     start = copy.deepcopy(model.state_dict())
     timms = TimmEma()
     module = ts.SupervisedModule(model, torch.nn.CrossEntropyLoss(), "sgd", data, optimizer_kwargs={"lr": 0.1})
-    own = ts.callbacks.EMA(decay=0.9, warmup=False)  # puts its averages into the module at the end
+    own = ts.callbacks.EMA(decay=0.9, warmup=False)  # the module has the averages at the end
     trainer = ts.Trainer(module, ts.TrainerArguments(epochs=2, train_batch_size=8), callbacks=[timms, own])
     trainer.train()
     averaged = timms.ema.module.state_dict()

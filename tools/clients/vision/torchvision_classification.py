@@ -1,4 +1,4 @@
-"""A ResNet on torchvision's own data set, with v2 transforms and workers."""
+"""A ResNet on a dataset of torchvision, with v2 transforms and workers."""
 
 import torch
 import torchvision

@@ -1,4 +1,4 @@
-"""CutMix and MixUp in the collate function of the training loader, as torchvision's gallery shows them."""
+"""CutMix and MixUp in the collate function of the training loader, as in the gallery of torchvision."""
 
 import torch
 import torchvision
@@ -20,7 +20,7 @@ def train():
     data.transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
     module = ts.SupervisedModule(
         torchvision.models.mobilenet_v3_small(num_classes=4),
-        torch.nn.CrossEntropyLoss(),  # takes classes and probabilities
+        torch.nn.CrossEntropyLoss(),  # accepts classes and probabilities
         "adamw",
         data,
         data,

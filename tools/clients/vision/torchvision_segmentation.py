@@ -44,7 +44,7 @@ if __name__ == "__main__":
     trainer.train()
     assert trainer.validate()["default"]["masks"].shape == (4, 32, 32)
 
-    # The same network without a class of the user's: the loss calls `out` its `input`.
+    # The network without a custom class: `out` is the `input` of the loss.
     model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(
         weights=None, weights_backbone=None, num_classes=3
     )

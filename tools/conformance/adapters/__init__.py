@@ -1,1 +1,1 @@
-"""One trainer a file."""
+"""One file for each trainer."""

@@ -77,7 +77,7 @@ class Peer(Adapter):
         return Accelerator(cpu=True, gradient_accumulation_steps=task.accumulate, dataloader_config=config)
 
     def _resumed(self, accelerator: Accelerator, task: Task) -> int:
-        """The step after which to continue."""
+        """The step after which the run continues."""
         if task.resume is None:
             return 0
         path = self.checkpoints(task.folder)[-1] if task.resume == "newest" else task.resume
@@ -100,7 +100,7 @@ class Peer(Adapter):
     def _by_items(
         self, accelerator: Accelerator, task: Task, model: Any, optimizer: Any, schedule: Any, batches: Iterable[Any]
     ) -> Any:
-        """The batches of a window are fetched first, and their items counted."""
+        """Fetch the batches of a window first, and count their items."""
         assert task.items is not None
         fetched = list(batches)
         for start in range(0, len(fetched), task.accumulate):

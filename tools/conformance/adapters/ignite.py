@@ -72,7 +72,7 @@ class Peer(Adapter):
             trainer.add_event_handler(Events.ITERATION_STARTED, objects["schedule"])
         self._attach(trainer, task, loader, objects)
         if task.resume is not None:
-            # Its own loading refuses the random states of numpy that a deterministic trainer has saved.
+            # Its loading refuses the random states of numpy that a deterministic trainer has saved.
             saved = torch.load(str(task.resume), weights_only=False) if task.exact else str(task.resume)
             Checkpoint.load_objects(objects, checkpoint=saved)
         trainer.run(loader, max_epochs=task.epochs)

@@ -1,4 +1,4 @@
-"""A loop by hand with the common mistakes, all of them: it has to fail every case, and is in no table."""
+"""A handwritten loop with all common mistakes: it has to fail every case, and the table does not have it."""
 
 from __future__ import annotations
 

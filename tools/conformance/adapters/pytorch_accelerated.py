@@ -32,7 +32,7 @@ class _Trainer(Trainer):
         return {"loss": returned["loss"], "model_outputs": returned["outputs"], "batch_size": len(batch["x"])}
 
     def calculate_eval_batch_loss(self, batch: Any) -> dict[str, Any]:
-        """The score takes the place of the loss, so that the trainer averages it."""
+        """The score replaces the loss, so that the trainer averages it."""
         with torch.no_grad():
             returned = self.model(**batch)
         score = returned["score"].mean()

@@ -1,4 +1,4 @@
-"""trainstack with its defaults, but for the clipping of gradients, which is off since plain PyTorch is the measure.
+"""trainstack with its defaults, but without gradient clipping, because the reference is plain PyTorch.
 
 Documented in docs/quickstart.md, order.md, checkpoints.md and resume.md. The streams of the tasks are split by rank,
 which `data_sharding` says.

@@ -1,1 +1,1 @@
-"""The tests of a trainer: a small group of cases a file."""
+"""The tests of a trainer: each file has a small group of cases."""

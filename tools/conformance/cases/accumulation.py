@@ -1,4 +1,4 @@
-"""Gradient accumulation: an optimizer step is that of the whole window, however it is cut."""
+"""Gradient accumulation: an optimizer step equals that of the whole window, for any micro-batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _tokens(batch: Any) -> int:
 
 
 def _against_whole_windows(adapter: Adapter, task: Task) -> Verdict:
-    """Train, and take the same steps by hand on whole windows."""
+    """Train, and compare with plain PyTorch on whole windows."""
     before = weights(task.model)
     expected = _by_hand(make_task(task.folder, data=task.data), task.batch * task.accumulate)
     adapter.train(task)

@@ -88,7 +88,7 @@ def bomb(adapter: Adapter, name: str, folder: Path) -> Verdict:
                 adapter.train(make_task(folder / "again", resume=newest))
             except NotOfferedError:
                 raise
-            except Exception:  # refused: just so
+            except Exception:  # it refuses
                 pass
             if trace.exists():
                 return wrong(f"code in {file.name if newest.is_dir() else 'the checkpoint'} was run")

@@ -89,7 +89,7 @@ def train_and_die(adapter: Adapter, folder: str, saving: bool) -> None:
 
 
 def die_while_writing(folder: Path, adapter: Adapter) -> None:
-    """From now on, end this process as soon as a file grows to half the size of the largest of a checkpoint."""
+    """Let the kernel end this process when a file grows to half the size of the largest file of a checkpoint."""
     newest = adapter.checkpoints(folder)[-1]
     largest = max(path.stat().st_size for path in files_of(newest))
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

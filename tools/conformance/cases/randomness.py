@@ -1,4 +1,4 @@
-"""Which samples come when, and whose random numbers they are."""
+"""The order of samples, and the random numbers of user code."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def generators(adapter: Adapter, name: str, folder: Path) -> Verdict:
     draws = []
     for seed in (101, 202):
         task = make_task(folder / str(seed), data=Samples(8), seed=None)
-        task.model.spy = lambda net, x: drawn.append(_draw())  # noqa: B023  # called while this round lasts
+        task.model.spy = lambda net, x: drawn.append(_draw())  # noqa: B023  # called in this iteration
         drawn: list[dict[str, float]] = []
         seed_all(seed)
         adapter.train(task)

@@ -1,4 +1,4 @@
-"""A run that is resumed, from the checkpoint of any step, ends with the bits of one that was not interrupted."""
+"""A run that is resumed from the checkpoint of any step ends with the bits of an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schedule ticks once for each optimizer step that was taken."""
+"""A schedule steps once for each optimizer step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ticks_amp(adapter: Adapter, name: str, folder: Path) -> Verdict:
 
 
 class _Steep(torch.autograd.Function):
-    """Leaves its input as it is, and makes its gradient so large that it overflows in float16."""
+    """Returns its input, with a gradient that overflows in float16."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

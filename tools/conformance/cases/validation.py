@@ -1,4 +1,4 @@
-"""Validation does not touch the training."""
+"""Validation does not change the training."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One file for each public script: `plain()` trains as the script does, `port()` by trainstack; both return weights."""
+"""One file for each public script: `plain()` trains like the script, `port()` with trainstack; both return weights."""

@@ -1,4 +1,4 @@
-"""pytorch/examples, dcgan: the discriminator is updated, then the generator against the new discriminator."""
+"""pytorch/examples, dcgan: an update of the discriminator, then one of the generator with the new discriminator."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""pytorch/examples, mnist: a network with dropout, Adadelta, a rate that falls each epoch, accuracy on test data."""
+"""pytorch/examples, mnist: a network with dropout, Adadelta, a rate that decreases each epoch, test accuracy."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""nanoGPT, train.py: random windows without end, accumulation, clipping, a cosine by step, an evaluation at step 0."""
+"""nanoGPT, train.py: endless random windows, accumulation, clipping, a cosine by step, an evaluation at step 0."""
 
 import math
 
@@ -93,7 +93,7 @@ def plain():
             x, y = next(batches)
             loss = model(x, y) / ACCUMULATION
             loss.backward()
-        # In the order of the optimizer, as trainstack clips: in another order the norm may differ in its last bit.
+        # In the order of the optimizer, as trainstack clips: in another order the last bit of the norm may differ.
         torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

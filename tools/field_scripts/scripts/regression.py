@@ -1,4 +1,4 @@
-"""pytorch/examples, regression: batches that are drawn without end, until the loss is small."""
+"""pytorch/examples, regression: endless random batches, until the loss is small."""
 
 import torch
 from torch import nn

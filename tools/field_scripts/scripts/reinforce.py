@@ -1,4 +1,4 @@
-"""pytorch/examples, reinforcement_learning/reinforce: a sum over an episode, an episode for each update."""
+"""pytorch/examples, reinforcement_learning/reinforce: the loss is a sum over an episode, one for each update."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ EPISODES, GAMMA = 20, 0.99
 
 
 class Walk:
-    """A point that an action moves, with noise, until it is too far away: as gym's environments, with its generator."""
+    """An environment like those of gym: actions and noise move a point, until it is too far from 0."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""pytorch/examples, siamese_network: the data set draws the second image of a pair by `random`."""
+"""pytorch/examples, siamese_network: the dataset draws the second image of a pair with `random`."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""pytorch/examples, snli: a validation every few steps, and the best weights are kept."""
+"""pytorch/examples, snli: a validation after each few steps, and the best weights."""
 
 import tempfile
 from pathlib import Path

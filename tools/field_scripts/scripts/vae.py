@@ -1,4 +1,4 @@
-"""pytorch/examples, vae: a loss that is a sum, random numbers in the forward pass, a picture each epoch."""
+"""pytorch/examples, vae: a loss that is a sum, random numbers in the forward pass, an image in each epoch."""
 
 import torch
 from torch import nn

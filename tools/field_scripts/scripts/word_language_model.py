@@ -1,4 +1,4 @@
-"""pytorch/examples, word_language_model: a state from batch to batch, clipping, a rate that falls on a plateau."""
+"""pytorch/examples, word_language_model: a state from batch to batch, clipping, a rate that decreases on a plateau."""
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class RNNModel(nn.Module):
 
 
 class Segments(Dataset):
-    """The parts of a text in columns: words (BPTT, COLUMNS) and the next words, the last one shorter."""
+    """The parts of a text in columns: words (BPTT, COLUMNS) and the next words. The last part is shorter."""
 
     def __init__(self, length, seed):
         self.source = torch.randint(WORDS, (length, COLUMNS), generator=torch.Generator().manual_seed(seed))

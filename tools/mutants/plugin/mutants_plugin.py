@@ -1,8 +1,9 @@
 """Plugin of pytest: it runs chosen tests in a given order, and records outcomes and the lines that each test runs.
 
-The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for all, three
-cases of each parametrised test first) and "results" (a file that gets one JSON object a test). `MUTANTS_TRACE` names a
-folder: then all processes of a test append the lines that they run to a file in this folder.
+The environment variable `MUTANTS_JOB` names a JSON file with "tests" (ids in their order, or null for three cases of
+each parametrised test, those that start processes last) and "results" (a file that gets one JSON object a test).
+`MUTANTS_TRACE` names a folder: then all processes of a test append the lines that they run to a file in this folder,
+and null means all cases.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Recorder:
         items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
 
     def _representatives_first(self, items: list[pytest.Item]) -> dict[str, int]:
-        """The order: the first and the last case and one between them of each parametrised test, then the others."""
+        """The first and the last case and one between them of each parametrised test; if it is traced, then the others.
+
+        Tests that start processes come last.
+        """
         functions: dict[str, list[str]] = {}
         for item in items:
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
@@ -79,8 +83,9 @@ class Recorder:
             kept = sorted({0, len(cases) // 2, len(cases) - 1})
             for index, following in zip(kept, [*kept[1:], len(cases)], strict=True):
                 self._like[cases[index]] = cases[index + 1 : following]
-        others = [item.nodeid for item in items if item.nodeid not in self._like]
-        return {test: index for index, test in enumerate([*self._like, *others])}
+        others = [item.nodeid for item in items if item.nodeid not in self._like and self._folder is not None]
+        several = {item.nodeid for item in items if any(map(item.get_closest_marker, ("processes", "distributed")))}
+        return {test: index for index, test in enumerate(sorted([*self._like, *others], key=several.__contains__))}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -84,6 +84,16 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.
+
+    Examples:
+        >>> privacy = ts.DifferentialPrivacyArguments(target_epsilon=3.0, delta=1e-3)
+        >>> private = replace(args, backend="sp-dp", differential_privacy_args=privacy)
+        >>> trainer = ts.Trainer(
+        ...     ts.SupervisedModule(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), private
+        ... )
+        >>> trainer.train()
+        >>> trainer.privacy_statement().epsilon <= 3.0
+        True
     """
 
     ALIASES: ClassVar[dict[str, str]] = {

@@ -182,6 +182,9 @@ def process_info_of_group(timeout_s: float = 600.0) -> ProcessInfo:
     Every process of the group has to call it: they exchange their hosts through the group's store. LOCAL_RANK is used
     if all processes of this machine have different values in its range.
 
+    Args:
+        timeout_s: seconds to wait for the other processes.
+
     Raises:
         TrainstackError: a process has not called it within `timeout_s`.
     """
@@ -206,7 +209,11 @@ def process_info_of_group(timeout_s: float = 600.0) -> ProcessInfo:
 
 
 def launch_help(backend: str) -> str:
-    """The error message for a backend of several processes that no launcher started."""
+    """The error message for a backend of several processes that no launcher started.
+
+    Args:
+        backend: the backend string.
+    """
     return (
         f"backend {backend!r} joins several processes, and no launcher has started this one: neither torchrun's "
         "variables (RANK, WORLD_SIZE, ...) nor those of srun or mpirun are set. Start it in one of these ways:\n"

@@ -93,6 +93,11 @@ def rendezvous_store(place: ProcessInfo, timeout_s: float, environ: Mapping[str,
     wait for them without limit (seen with torch 2.13). So the processes first agree on a new name, and then use only
     keys with this prefix.
 
+    Args:
+        place: rank, world size and address of the process that hosts the store.
+        timeout_s: seconds in which all processes have to arrive.
+        environ: variables that contain the store of torchrun's agent; by default those of the process.
+
     Raises:
         TrainstackError: a process has not arrived within `timeout_s`, or belongs to another run.
     """

@@ -30,6 +30,13 @@ def make_key(path: str | os.PathLike[str]) -> Path:
     Raises:
         MissingExtraError: `cryptography` is not installed.
         CheckpointError: one of the files exists, or cannot be written. A key is never overwritten.
+
+    Examples:
+        >>> public_key = ts.make_key("key.pem")
+        >>> path = ts.export_model(module, "line")
+        >>> signature = ts.sign_checkpoint(path, "key.pem")
+        >>> ts.verify_signature(path, public_key) == signature
+        True
     """
     private_path = local_path(path).absolute()
     public_path = private_path.with_name(f"{private_path.name}.pub")

@@ -136,6 +136,9 @@ def digest_of(tree: Json) -> str:
 def read_lineage(path: str | os.PathLike[str]) -> Lineage:
     """The lineage in the manifest of a checkpoint or an export; an empty one if it was written without.
 
+    Args:
+        path: of the checkpoint or export.
+
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.
         CheckpointDamagedError: its manifest is damaged.

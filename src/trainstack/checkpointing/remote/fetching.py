@@ -167,6 +167,11 @@ def _read(address: str) -> Listing:
 def upload_export(folder: Path, address: str, *, overwrite: bool) -> None:
     """Upload the local export `folder` as `address`, its manifest last.
 
+    Args:
+        folder: the folder of the export.
+        address: the new folder in the store, such as `s3://bucket/model`.
+        overwrite: replace an export that is at the address.
+
     Raises:
         CheckpointError: the address contains something that is not replaced, or the store refused.
     """

@@ -183,6 +183,11 @@ def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
         CheckpointNotFoundError: there is no checkpoint at `path`.
         CheckpointDamagedError: the manifest or the index is damaged.
         CheckpointMismatchError: `path` is a single file, marks the beginning of a run, or has an older format.
+
+    Examples:
+        >>> path = ts.export_model(module, "line")
+        >>> ts.open_tensors(path)["model.weight"].shape
+        torch.Size([1, 1])
     """
     root, content = open_checkpoint(path)
     if content.kind == "begin" or content.format_version == 1:

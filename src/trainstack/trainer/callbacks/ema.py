@@ -58,6 +58,9 @@ class EMA(Callback):
     Raises:
         ConfigurationError: an argument is invalid; or, when the run is prepared: a parameter has no shape yet, or
             `update_bn` would read records of a private run.
+
+    Examples:
+        >>> ts.Trainer(module, args, callbacks=[ts.callbacks.EMA(0.99)]).train()
     """
 
     decay: float | None

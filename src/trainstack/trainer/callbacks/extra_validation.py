@@ -27,6 +27,14 @@ class ExtraValidation(Callback):
 
     Raises:
         ConfigurationError: an argument is invalid.
+
+    Examples:
+        >>> extra = ts.callbacks.ExtraValidation(
+        ...     {"small": DataLoader(data, batch_size=16)}, every_n_epochs=2
+        ... )
+        >>> trainer = ts.Trainer(module, args, callbacks=[extra])
+        >>> trainer.train()
+        >>> loss = trainer.history.get_latest_metric("val/small/loss")
     """
 
     def __init__(

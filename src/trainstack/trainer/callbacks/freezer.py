@@ -30,6 +30,12 @@ class Freezer(Callback):
     Raises:
         ConfigurationError: no name is given; or, when the run is prepared: a name matches no parameter, the backend is
             private, or a parameter has no shape yet.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> module = ts.SupervisedModule(model, nn.MSELoss(), "sgd", data)
+        >>> freezer = ts.callbacks.Freezer("model.0", until_epoch=1)
+        >>> ts.Trainer(module, args, callbacks=[freezer]).train()
     """
 
     def __init__(self, *names: str, until_epoch: int | None = None, running_statistics: bool = True) -> None:

@@ -201,6 +201,11 @@ class BestCheckpoint(MonitorCallback):
 
     Raises:
         ConfigurationError: the mode is ambiguous.
+
+    Examples:
+        >>> best = ts.callbacks.BestCheckpoint("val/loss", path="best")
+        >>> ts.Trainer(module, args, callbacks=[best]).train()
+        >>> weights = ts.read_model("best")
     """
 
     writes_files = True
@@ -258,6 +263,12 @@ class EarlyStopping(MonitorCallback):
 
     Raises:
         ConfigurationError: an argument is invalid.
+
+    Examples:
+        >>> stopping = ts.callbacks.EarlyStopping(
+        ...     "val/loss", patience=2, min_delta=1e-3
+        ... )
+        >>> ts.Trainer(module, args, callbacks=[stopping]).train()
     """
 
     patience: int

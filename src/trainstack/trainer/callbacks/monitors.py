@@ -39,6 +39,11 @@ class LRMonitor(Callback):
 
     Raises:
         ConfigurationError: `every` is not a whole number above 0.
+
+    Examples:
+        >>> trainer = ts.Trainer(module, args, callbacks=[ts.callbacks.LRMonitor()])
+        >>> trainer.train()
+        >>> rates = trainer.history.get_metric_values("schedule/lr/0")
     """
 
     def __init__(self, every: int = 1, *, momentum: bool = False, weight_decay: bool = False) -> None:
@@ -90,6 +95,15 @@ class GradNormMonitor(Callback):
 
     Raises:
         ConfigurationError: the depth is invalid; or, when the run is prepared: the backend is private.
+
+    Examples:
+        >>> trainer = ts.Trainer(
+        ...     module,
+        ...     replace(args, log_every=1),
+        ...     callbacks=[ts.callbacks.GradNormMonitor()],
+        ... )
+        >>> trainer.train()
+        >>> norms = trainer.history.get_metric_values("grad_norm/model")
     """
 
     def __init__(self, depth: int = 1) -> None:
@@ -166,6 +180,12 @@ class MovingAverage(Callback):
 
     Raises:
         ConfigurationError: an argument is invalid.
+
+    Examples:
+        >>> average = ts.callbacks.MovingAverage("val/loss", decay=0.5)
+        >>> trainer = ts.Trainer(module, args, callbacks=[average])
+        >>> trainer.train()
+        >>> loss = trainer.history.get_latest_metric("val/loss_ema")
     """
 
     expects_all_events = False

@@ -29,6 +29,10 @@ class Profiler(Callback):
 
     Raises:
         ConfigurationError: a number is out of range.
+
+    Examples:
+        >>> profiler = ts.callbacks.Profiler(first_step=3, steps=2, path="profile")
+        >>> ts.Trainer(module, args, callbacks=[profiler]).train()
     """
 
     writes_files = True

@@ -27,6 +27,28 @@ class OptunaPruning(MonitorCallback):
         ConfigurationError: the mode is ambiguous, or `step` has another value; or, when training starts: the study
             optimizes in the other direction.
         MissingExtraError: optuna is not installed.
+
+    Examples:
+        >>> import optuna
+        >>> def objective(trial):
+        ...     lr = trial.suggest_float("lr", 1e-3, 1, log=True)
+        ...     module = ts.SupervisedModule(
+        ...         nn.Linear(1, 1),
+        ...         nn.MSELoss(),
+        ...         "sgd",
+        ...         data,
+        ...         data,
+        ...         optimizer_kwargs={"lr": lr},
+        ...     )
+        ...     trainer = ts.Trainer(
+        ...         module,
+        ...         args,
+        ...         callbacks=[ts.callbacks.OptunaPruning(trial, "val/loss")],
+        ...     )
+        ...     trainer.train()
+        ...     return trainer.history.get_latest_metric("val/loss")
+        >>> study = optuna.create_study(direction="minimize")
+        >>> study.optimize(objective, n_trials=2)
     """
 
     def __init__(

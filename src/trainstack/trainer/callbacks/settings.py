@@ -19,6 +19,11 @@ class LimitBatches(Callback):
 
     Raises:
         ConfigurationError: no limit is given, or one is not a whole number above 0.
+
+    Examples:
+        >>> ts.Trainer(
+        ...     module, args, callbacks=[ts.callbacks.LimitBatches(train=2, val=1)]
+        ... ).train()
     """
 
     def __init__(self, train: int | None = None, val: int | None = None) -> None:

@@ -55,6 +55,13 @@ class StepTimer(Callback):
     `time/fetch` is the time to get data, on the host. `time/forward`, `time/backward` and `time/update` are measured by
     events in the stream on CUDA, elsewhere on the host. `time/validation` is the time of a whole validation, on the
     host.
+
+    Examples:
+        >>> trainer = ts.Trainer(
+        ...     module, replace(args, log_every=4), callbacks=[ts.callbacks.StepTimer()]
+        ... )
+        >>> trainer.train()
+        >>> seconds = trainer.history.get_latest_metric("time/forward")
     """
 
     expects_all_events = False  # a run may have no validation
@@ -116,6 +123,12 @@ class ThroughputMonitor(Callback):
 
     Raises:
         ConfigurationError: one of the FLOPs is missing or not above 0.
+
+    Examples:
+        >>> monitor = ts.callbacks.ThroughputMonitor(
+        ...     tokens=lambda batch: batch[0].numel()
+        ... )
+        >>> ts.Trainer(module, args, callbacks=[monitor]).train()
     """
 
     def __init__(

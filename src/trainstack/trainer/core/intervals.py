@@ -31,6 +31,13 @@ class Every:
 
     Raises:
         ConfigurationError: none or several are set, or a value is out of range.
+
+    Examples:
+        >>> args = ts.TrainerArguments(
+        ...     train_batch_size=16, validate_every=ts.Every(time="00:30:00")
+        ... )
+        >>> args.validate_every.time
+        1800.0
     """
 
     steps: int | float | None = None

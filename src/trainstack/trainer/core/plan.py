@@ -54,6 +54,22 @@ class TrainingPlan:
         max_steps: global steps of the whole run, if the user set them; otherwise `epochs` decides.
         is_sampled: whether each step draws a sample of random size, as in private training. Then the numbers of samples
             are expectations, and `process_batch` and `micro_batch` are rounded up.
+
+    Examples:
+        >>> plan = ts.TrainingPlan.make(
+        ...     train_batch_size=64,
+        ...     gpu_batch_size_limit=12,
+        ...     world_size=2,
+        ...     epochs=3,
+        ...     dataset_length=1000,
+        ... )
+        >>> (
+        ...     plan.process_batch,
+        ...     plan.accumulation,
+        ...     plan.steps_per_epoch,
+        ...     plan.total_steps,
+        ... )
+        (32, 3, 16, 48)
     """
 
     global_batch: int

@@ -28,6 +28,13 @@ def seed_everything(seed: int) -> None:
 
     Raises:
         ConfigurationError: `seed` is not a whole number.
+
+    Examples:
+        >>> ts.seed_everything(0)
+        >>> first = torch.rand(3)
+        >>> ts.seed_everything(0)
+        >>> torch.equal(torch.rand(3), first)
+        True
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ConfigurationError(f"seed={seed!r}: write a whole number.")

@@ -22,6 +22,13 @@ def as_is(loader: Any) -> Any:
 
     Returns:
         an iterable to return from `get_train_dataloader` and the methods for evaluation.
+
+    Examples:
+        >>> batches = [(x[:40], 3 * x[:40]), (x[40:], 3 * x[40:])]
+        >>> class Line(ts.SupervisedModule):
+        ...     def get_train_dataloader(self, sampler, batch_size):
+        ...         return ts.as_is(batches)
+        >>> ts.Trainer(Line(nn.Linear(1, 1), nn.MSELoss(), "sgd"), args).train()
     """
     return _SizedLoader(loader) if hasattr(loader, "__len__") else _Loader(loader)
 

@@ -31,6 +31,15 @@ class LengthGroupedSampler(Sampler[int]):
 
     Raises:
         ConfigurationError: `lengths` are not such integers, or `window` is not positive.
+
+    Examples:
+        >>> class Line(ts.SupervisedModule):
+        ...     def get_train_dataloader(self, sampler, batch_size):
+        ...         order = ts.LengthGroupedSampler(
+        ...             [1 + index % 7 for index in range(len(data))]
+        ...         )
+        ...         return DataLoader(data, batch_size=batch_size, sampler=order)
+        >>> ts.Trainer(Line(nn.Linear(1, 1), nn.MSELoss(), "sgd", data), args).train()
     """
 
     def __init__(self, lengths: Sequence[int] | Tensor | np.ndarray[Any, Any], *, window: int | None = None) -> None:

@@ -43,6 +43,12 @@ class PackedDataset(WrapsDatasets):
         ConfigurationError: `row_length` is not a positive integer, or a sequence does not fit into a row.
         ModuleContractError: a sample has no tokens, another number of them than in `lengths`, or other fields than
             another sample of its row.
+
+    Examples:
+        >>> texts = [[5, 6, 7], [8, 9], [3, 4]]
+        >>> packed = ts.PackedDataset(texts, row_length=5)
+        >>> packed[0]["segment_ids"]
+        tensor([1, 1, 1, 2, 2])
     """
 
     def __init__(
@@ -201,6 +207,13 @@ def document_mask(segment_ids: Tensor, *, causal: bool = True, dtype: torch.dtyp
 
     Returns:
         a mask of shape `(batch, 1, length, length)` on the device of `segment_ids`.
+
+    Examples:
+        >>> mask = ts.document_mask(torch.tensor([[1, 1, 2]]))
+        >>> mask[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
     """
     allowed = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     if causal:

@@ -32,6 +32,13 @@ def metric_of(
 
     Raises:
         ConfigurationError: `function` is not a function.
+
+    Examples:
+        >>> def worst(targets, predictions):
+        ...     return abs(targets - predictions).max()
+        >>> trainer = ts.Trainer(module, args, metrics={"worst": ts.metric_of(worst)})
+        >>> trainer.train()
+        >>> value = trainer.history.get_latest_metric("val/worst")
     """
     if not callable(function) or isinstance(function, type):
         raise ConfigurationError(

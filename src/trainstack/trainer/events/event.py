@@ -163,6 +163,16 @@ class Callback:
             numbered.
         copies_state: whether `update_state` copies each tensor and keeps no reference to it. Then a resume reads each
             tensor only when it is copied, so the state takes no additional memory.
+
+    Examples:
+        >>> class Steps(ts.Callback):
+        ...     def on_epoch_end(self, trainer, epoch):
+        ...         print(
+        ...             "epoch", epoch, "ends after", trainer.state.global_step, "steps"
+        ...         )
+        >>> ts.Trainer(module, args, callbacks=[Steps]).train()
+        epoch 0 ends after 4 steps
+        epoch 1 ends after 8 steps
     """
 
     priority: int = 0

@@ -125,6 +125,15 @@ def call_filter(
 
     Raises:
         ConfigurationError: not exactly one argument is given, or it is invalid.
+
+    Examples:
+        >>> class Steps(ts.Callback):
+        ...     @ts.call_filter(every=4)
+        ...     def on_train_step_end(self, trainer, step):
+        ...         print("step", step)
+        >>> ts.Trainer(module, args, callbacks=[Steps]).train()
+        step 4
+        step 8
     """
     settings = {"every": every, "once": once, "when": when}
     Filter(**settings)  # type: ignore[arg-type]

@@ -231,7 +231,7 @@ class TrainerBase(AbstractTrainer):
         return self._ready().loop.get_state()
 
     def update_state(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state from `get_state`; None has no effect.
+        """Restore `state` from `get_state`; None has no effect.
 
         Raises:
             CheckpointMismatchError: the optimizers or schedulers differ from those of the checkpoint.

@@ -129,6 +129,20 @@ def compare_runs(
     Raises:
         ConfigurationError: they have no global step in common, a run has no step log, or a tolerance is negative.
         CheckpointError: a log cannot be read.
+
+    Examples:
+        >>> folders = [f"runs/lr{lr}" for lr in (0.1, 0.2)]
+        >>> for lr, folder in zip((0.1, 0.2), folders):
+        ...     module = ts.SupervisedModule(
+        ...         nn.Linear(1, 1),
+        ...         nn.MSELoss(),
+        ...         "sgd",
+        ...         data,
+        ...         optimizer_kwargs={"lr": lr},
+        ...     )
+        ...     ts.Trainer(module, replace(args, output_dir=folder)).train()
+        >>> ts.compare_runs(*folders).step
+        1
     """
     limits = _limits(tolerance, absolute_tolerance)
     folders = Path(one), Path(other)

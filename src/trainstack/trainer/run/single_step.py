@@ -58,6 +58,12 @@ def run_step(
     Raises:
         ConfigurationError: `module` is not a ModuleInterface, or its `train_step` yields.
         ModuleContractError: `train_step` returned no loss.
+
+    Examples:
+        >>> from trainstack.testing import run_step
+        >>> result = run_step(module, (x[:4], 3 * x[:4]))
+        >>> result.loss.shape
+        torch.Size([])
     """
     if not isinstance(module, ModuleInterface):
         raise ConfigurationError(f"run_step was given a {type(module).__name__}. Give an instance of ModuleInterface.")

@@ -295,6 +295,15 @@ def build_scheduler(name: str, **options: Any) -> functools.partial[Any]:
 
     Raises:
         ConfigurationError: there is no such scheduler, or it has no such option.
+
+    Examples:
+        >>> scheduler = ts.build_scheduler(
+        ...     "warmup_cosine", warmup=0.1, final_ratio=0.01
+        ... )
+        >>> module = ts.SupervisedModule(
+        ...     nn.Linear(1, 1), nn.MSELoss(), "sgd", data, scheduler=scheduler
+        ... )
+        >>> ts.Trainer(module, args).train()
     """
     known = {**_SHAPES, **{key: getattr(lr_scheduler, key) for key in lr_scheduler.__all__ if key != "LRScheduler"}}
     if name not in known:

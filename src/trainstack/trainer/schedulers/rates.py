@@ -18,6 +18,14 @@ def by_step(optimizer: Optimizer, rate: Callable[[int], float]) -> LRScheduler:
         optimizer: its learning rates are replaced.
         rate: gives the learning rate of the update after `step` steps of the scheduler, which are global steps unless
             its interval is another. Checkpoints do not hold the function.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        >>> scheduler = ts.schedulers.by_step(
+        ...     optimizer, lambda step: 0.5 if step < 2 else 0.25
+        ... )
+        >>> scheduler.get_last_lr()
+        [0.5]
     """
     return _LRByStep(optimizer, rate)
 

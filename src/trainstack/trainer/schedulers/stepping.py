@@ -28,6 +28,18 @@ class SchedulerConfig:
 
     Raises:
         ConfigurationError: a value is invalid, or two contradict each other.
+
+    Examples:
+        >>> plateau = ts.SchedulerConfig(
+        ...     lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+        ...         optimizer, patience=2
+        ...     ),
+        ...     monitor="val/loss",
+        ... )
+        >>> module = ts.SupervisedModule(
+        ...     nn.Linear(1, 1), nn.MSELoss(), "sgd", data, data, scheduler=plateau
+        ... )
+        >>> ts.Trainer(module, args).train()
     """
 
     scheduler: Any

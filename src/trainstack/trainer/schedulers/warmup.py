@@ -91,6 +91,14 @@ def warmup_cosine(
     Raises:
         ConfigurationError: a number is out of range, no step is left between warm-up and cool-down, or a rate is given
             twice.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        >>> scheduler = ts.schedulers.warmup_cosine(
+        ...     optimizer, total_steps=100, warmup=10
+        ... )
+        >>> scheduler.get_last_lr()
+        [0.0]
     """
     descent = _Descent("cosine", k_decay=k_decay, cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
     return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
@@ -107,7 +115,14 @@ def warmup_linear(
     start_lr: float | None = None,
     final_lr: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up, then a linear descent, then constant; arguments as in `warmup_cosine`."""
+    """Linear warm-up, then a linear descent, then constant; arguments as in `warmup_cosine`.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        >>> scheduler = ts.schedulers.warmup_linear(
+        ...     optimizer, total_steps=100, warmup=0.1, final_ratio=0.1
+        ... )
+    """
     descent = _Descent("linear", cooldown=cooldown, start_lr=start_lr, final_lr=final_lr)
     return _descending(optimizer, total_steps, warmup, None, start_ratio, final_ratio, descent)
 
@@ -135,6 +150,12 @@ def warmup_stable_decay(
 
     Raises:
         ConfigurationError: a number is out of range, or warm-up and descent overlap.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        >>> scheduler = ts.schedulers.warmup_stable_decay(
+        ...     optimizer, total_steps=100, warmup=10, decay=0.2, shape="sqrt"
+        ... )
     """
     if shape not in _DESCENTS:
         raise ConfigurationError(f"shape={shape!r}: write one of {', '.join(map(repr, _DESCENTS))}.")
@@ -151,6 +172,10 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int, start_ratio: float = 0.0)
 
     Raises:
         ConfigurationError: `warmup` is not a whole number above 0, or `start_ratio` is out of range.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        >>> scheduler = ts.schedulers.inverse_sqrt(optimizer, warmup=10)
     """
     steps = _whole("warmup", warmup)
     return LambdaLR(optimizer, _WarmupThenInverseRoot(steps, _ratio("start_ratio", start_ratio)))

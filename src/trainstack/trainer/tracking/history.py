@@ -90,6 +90,14 @@ class RunHistory:
         metric_name_prefix: put before the name of each metric recorded from now on, such as `"fold-2/"`. Those who
             ask may leave it out. It is not part of the state.
         guard: of a private run: decides which values are recorded. None records all.
+
+    Examples:
+        >>> history = ts.RunHistory()
+        >>> history.update_metric("val/loss", 0.5, step=4, epoch=0)
+        >>> history.update_metric("val/loss", 0.25, step=8, epoch=1)
+        >>> history.get_metric_values("val/loss")
+        [0.5, 0.25]
+        >>> steps, values = history.arrays("val/loss")
     """
 
     metric_name_prefix: str

@@ -56,6 +56,11 @@ class MediaLog:
     def log_text(self, name: str, text: str, *, provenance: Provenance | None = None) -> None:
         """Write a text at the current step.
 
+        Args:
+            name: of the series of texts.
+            text: a string.
+            provenance: of the text, for private runs.
+
         Raises:
             ConfigurationError: it is not a string, or no training is running.
         """

@@ -63,6 +63,14 @@ def register_writer(name: str, make: Callable[[Path], Writer]) -> None:
 
     Raises:
         ConfigurationError: the name is taken or empty, or `make` is not a function.
+
+    Examples:
+        >>> class Last(ts.Writer):
+        ...     def write(self, records):
+        ...         self.record = records[-1]
+        >>> ts.register_writer("last", lambda folder: Last())
+        >>> ts.Trainer(module, replace(args, writers=["last"])).train()
+        >>> ts.unregister_writer("last")
     """
     if not isinstance(name, str) or not name or name in _MAKERS:
         raise ConfigurationError(f"the name of a writer {name!r} is taken or empty. Write another name.")
@@ -76,6 +84,9 @@ _OWN = frozenset(_MAKERS)
 
 def unregister_writer(name: str) -> None:
     """Take back `register_writer`.
+
+    Args:
+        name: the name that `register_writer` got.
 
     Raises:
         ConfigurationError: no such writer was registered.

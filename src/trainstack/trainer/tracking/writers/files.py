@@ -271,8 +271,17 @@ def read_history(path: str | PathLike[str]) -> RunHistory:
 
     A row that a crash left half written, or that was inserted by hand, is skipped.
 
+    Args:
+        path: the file, or the folder.
+
     Raises:
         ConfigurationError: there is no such file, or it is of another format.
+
+    Examples:
+        >>> trainer = ts.Trainer(module, replace(args, writers=["csv"]))
+        >>> trainer.train()
+        >>> history = ts.read_history(trainer.output_dir)
+        >>> losses = history.get_metric_values("val/loss")
     """
     file = _file(local_path(path))
     format = _FORMATS.get(file.suffix)
