@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 PINS = $(if $(filter 3.10,$(call version,$(PYTHON))),constraints-3.10.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-input --constraint $(VENV)/constraints.txt
 EXTRAS := dev,demo,docs,dp,tensorboard
+DEMO_EXTRAS := sklearn,dp
 
 # One thread a process: results do not depend on the machine, and parallel tests do not fight for cores.
 export OMP_NUM_THREADS = 1
@@ -23,7 +24,7 @@ export NO_MKDOCS_2_WARNING = 1
 .DEFAULT_GOAL := help
 .PHONY: demo test test-fast test-long test-pythons coverage check wheel release bench bench-private bench-peers conformance conformance-peers clients kills campaign mutants two-jobs launchers hostile attacks differential dp-table docs lock clean help
 
-demo: $(VENV)/.stamp ## half a minute: train, kill and resume, replay, use two processes, and train privately
+demo: $(VENV)/.stamp-demo ## half a minute: train, kill and resume, replay, use two processes, and train privately
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # Processes at a time, unless JOBS says. For 2 cores: a third hides the seconds in which tests of several processes wait.
@@ -132,19 +133,27 @@ clean: ## remove what was built, the environment too
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r target what; do printf '%-24s %s\n' "$$target" "$$what"; done
 
-# The stamp is written last. Without it nothing in the environment is trusted and it is made from scratch;
-# with it, a change of the pins is installed on top.
-$(VENV)/.stamp: pyproject.toml constraints.txt constraints-3.10.txt
+# A stamp is written last. Without the one of the demo nothing in the environment is trusted and it is made from scratch;
+# with it, the other packages and a change of the pins are installed on top. No stamp is there during an installation, so
+# an interrupted one is not trusted. The first import compiles: that takes 5 s for the demo, and 42 s for all of torch.
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt constraints-3.10.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "trainstack needs Python 3.10 or newer, $(PYTHON) is older or missing. Name another: make PYTHON=python3.12 ..."; exit 1; }
-	@if [ -f $@ ]; then rm -f $@; echo "[setup] pins have changed: updating $(VENV)"; \
+	@if [ -f $@ ] || [ -f $(VENV)/.stamp ]; then rm -f $@ $(VENV)/.stamp; echo "[setup] pins have changed: updating $(VENV)"; \
 	  else echo "[setup] 1/3 making $(VENV) with $(PYTHON)"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); fi
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' $(PINS) > $(VENV)/constraints.txt
 	@echo "[setup] 2/3 installing torch (about half a minute, more on a slow connection)"
-	@$(PIP) torch
-	@echo "[setup] 3/3 installing trainstack and its tools (about a minute)"
-	@$(PIP) --editable '.[$(EXTRAS)]'
+	@$(PIP) --no-compile torch
+	@echo "[setup] 3/3 installing trainstack and the packages of the demo (about a quarter of a minute)"
+	@$(PIP) --no-compile --editable '.[$(DEMO_EXTRAS)]'
 	@touch $@
+	@echo "[setup] done"
+
+$(VENV)/.stamp: $(VENV)/.stamp-demo
+	@echo "[setup] installing the tools of tests, checks and documentation (about a minute)"
+	@rm -f $(VENV)/.stamp-demo $@
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $(VENV)/.stamp-demo $@
 	@echo "[setup] done"
 
 .venv-peers/.stamp: tools/conformance/peers.txt tools/conformance/peers-constraints.txt

@@ -62,8 +62,8 @@ ORDER = (
 
 MAX_FUNCTION_LINES = 40
 MAX_FILES_A_FOLDER = 26
-MAX_FILES = 484
-MAX_LINES = 84_000
+MAX_FILES = 486
+MAX_LINES = 84_800
 
 # Modules that `import trainstack` must not load: each takes time in every process, and most runs do not use it.
 HEAVY = (

@@ -1,7 +1,8 @@
 """Count the words to avoid (CONTRIBUTING.md, "Language") in the text of the project, for each 1,000 lines of a folder.
 
 `python tools/words.py` prints the rates. `--list` also prints the places, and `--list docs tests/cli` those under some
-paths. `--check` fails where a folder is above `LIMIT`.
+paths. `--check` fails where a folder is above `LIMIT`. `--density` prints the lines of comments and docstrings for each
+100 lines of code instead.
 
 Text is: Markdown without code, and in Python files the comments, the strings with a space, and the names of tests.
 """
@@ -129,12 +130,62 @@ def folder_of(name: str) -> str:
     return max(under, key=len) if under else PAGES
 
 
+class Density(NamedTuple):
+    """Numbers of lines in Python files.
+
+    Attributes:
+        code: lines with code; not those of docstrings.
+        comments: lines with a comment, also behind code. Marks for tools, such as `# noqa`, do not count.
+        docstrings: lines of docstrings, also of attributes.
+    """
+
+    code: int = 0
+    comments: int = 0
+    docstrings: int = 0
+
+
+_MARK = re.compile(r"#\s*(?:noqa|type:|fmt:|pragma:|pyright:|mypy:|ruff:|!)")
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def density(source: str) -> Density:
+    """The numbers of lines in the text of a Python file."""
+    docstrings, comments, code = set[int](), set[int](), set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.update([] if _MARK.match(token.string) else [token.start[0]])
+        elif token.type not in _LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return Density(len(code - docstrings), len(comments), len(docstrings))
+
+
+def print_density() -> None:
+    """Print the lines of comments and docstrings for each 100 lines of code, by folder."""
+    found: dict[str, list[Density]] = {}
+    for path in _files():
+        if path.suffix == ".py":
+            folder = folder_of(path.relative_to(ROOT).as_posix())
+            found.setdefault(folder, []).append(density(path.read_text(encoding="utf-8")))
+    everything = [one for files in found.values() for one in files]
+    for name, files in ({folder: found[folder] for folder in FOLDERS if folder in found} | {"all": everything}).items():
+        code, comments, docstrings = (sum(numbers) for numbers in zip(*files, strict=True))
+        rates = [100 * number / max(1, code) for number in (comments, docstrings)]
+        print(f"{name:36} {code:7} lines of code, for each 100: {rates[0]:5.1f} comments {rates[1]:5.1f} docstrings")
+
+
 def main() -> int:
     """Print the rates; with `--check`, return 1 where one is above `LIMIT`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--list", nargs="*", metavar="PATH", help="print the places too, of all files or under these")
     parser.add_argument("--check", action="store_true", help="fail where a folder has more than 1 in 1,000 lines")
+    parser.add_argument("--density", action="store_true", help="print the density of comments and docstrings instead")
     chosen = parser.parse_args()
+    if chosen.density:
+        print_density()
+        return 0
     found, lines = places()
     if chosen.list is not None:
         for place in found:

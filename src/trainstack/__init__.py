@@ -6,6 +6,7 @@ line can answer without torch.
 """
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,8 @@ def __getattr__(name: str) -> Any:
         ready_made = import_module("trainstack.trainer.callbacks")
         write = f"{__name__}.callbacks.{name}" if name in ready_made.__all__ else _ELSEWHERE.get(name)
         hint = f". Write {write}" if write else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])  # for Python's "Did you mean: ...?"
     value = globals()[name] = getattr(found, name)
     return value
 

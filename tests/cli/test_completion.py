@@ -7,13 +7,12 @@ import dataclasses
 import json
 import shutil
 import subprocess
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from trainstack import TrainerArguments
-from trainstack.cli.main import COMMANDS, _parser, main
+from trainstack.cli.main import COMMANDS, READ_WORDS, _parser, main, module_of
 
 NESTED = {f"--{name}" for name in ("checkpointer_args", "stats_args", "writer_args", "default_callbacks")} | {
     "--distributed_training_args",
@@ -47,13 +46,17 @@ def complete_in_bash(script: Path, *words: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_actions_and_options(scripts: dict[str, Path]) -> None:
-    assert set(complete_in_bash(scripts["bash"], "")) == {*COMMANDS, "--help", "--version"}
+    assert set(complete_in_bash(scripts["bash"], "")) == {
+        *COMMANDS,
+        *("--help", "--version", "--quiet", "--verbose", "--color"),
+    }
     assert complete_in_bash(scripts["bash"], "checkpoints", "ex") == ["export"]
     assert complete_in_bash(scripts["bash"], "checkpoints", "diff", "a", "--mo") == ["--model"]
     assert complete_in_bash(scripts["bash"], "train", "my.py:X", "--epochs", "3", "--checkpointer_args.keep_l") == [
         "--checkpointer_args.keep_last"
     ]
     assert complete_in_bash(scripts["bash"], "plan", "--sam") == ["--samples"]
+    assert complete_in_bash(scripts["bash"], "predict", "my.py:X", "runs/a", "--outp") == ["--output", "--output_dir"]
 
 
 def test_each_script_has_every_command_and_option(scripts: dict[str, Path]) -> None:
@@ -96,8 +99,7 @@ def options_without_text(parser: argparse.ArgumentParser, name: str) -> list[str
 
 def test_every_option_has_a_text() -> None:
     for command in COMMANDS:
-        module = import_module(f"trainstack.cli.{command}")
-        parser = module.make_parser() if hasattr(module, "make_parser") else _parser(command)
+        parser = module_of(command).make_parser(command) if command in READ_WORDS else _parser(command)
         assert options_without_text(parser, "trainstack") == []
 
 

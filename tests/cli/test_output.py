@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import subprocess
@@ -20,7 +21,7 @@ from tests.helpers.patience import patience
 from trainstack import _terminal
 from trainstack.checkpointing import Checkpoint
 from trainstack.cli import printing
-from trainstack.cli.main import COMMANDS, _parser, main
+from trainstack.cli.main import COMMANDS, READ_WORDS, _parser, main
 
 NAME = "checkpoint-000000126"
 
@@ -294,7 +295,7 @@ def test_metadata_with_values_of_torch_and_numpy_is_listed(tmp_path: Path, capsy
     assert ts.read_checkpoint(path).metadata == facts
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"train", "plan"}))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(READ_WORDS)))
 def test_the_help_of_a_command_has_its_description(command: str) -> None:
     parser = _parser(command)
     choices = next(action.choices for action in parser._actions if isinstance(action.choices, dict))
@@ -309,3 +310,111 @@ def test_names_of_files_are_escaped_in_logs(
     ts.list_checkpoints(tmp_path)
     assert "\\x1b]0;owned\\x07\\u202e" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+PLAN = ["plan", "--samples", "8"]
+TRAINS = """
+import logging
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainstack import SupervisedModule
+
+def make():
+    print("by the file")
+    logging.getLogger("trainstack").warning("a warning")
+    return SupervisedModule(nn.Linear(1, 1), nn.MSELoss(), "sgd", TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
+"""
+
+
+@pytest.mark.parametrize("words", [["-q", *PLAN], [*PLAN, "--quiet"], ["plan", "-q", *PLAN[1:], "--json"]])
+def test_a_quiet_command_has_only_an_exit_code(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main([*words, "--samples", "no"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "write a whole number" in err
+
+
+def test_a_training_is_quiet_or_verbose(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "noisy.py").write_text(TRAINS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    logger, shown = logging.getLogger("trainstack"), dict[str, tuple[str, str]]()
+    monkeypatch.setattr(logger, "propagate", False)  # pytest shows it
+    before = logger.level, list(logger.handlers)
+    for name in ("-q", "-v"):
+        assert main(["train", "noisy.py:make", name, "--output_dir", name.strip("-"), "--progress", "plain"]) == 0
+        shown[name] = tuple(capfd.readouterr())  # type: ignore[assignment]
+    sys.modules.pop("noisy")
+
+    assert shown["-q"][0] == ""
+    assert "by the file" in shown["-v"][0]
+    assert "WARNING: a warning" in shown["-v"][1]
+    assert "INFO: " in shown["-v"][1]
+    assert "INFO: " not in shown["-q"][1]
+    assert (logger.level, logger.handlers) == before
+
+
+def test_verbose_shows_the_traceback_of_an_error_inside_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINSTACK_TRACEBACK", raising=False)
+    monkeypatch.setattr("trainstack.cli.explain.print_json", lambda value: 1 / 0)
+    assert main(["explain", "sp", "--json"]) == 2
+    with pytest.raises(ZeroDivisionError):
+        main(["-v", "explain", "sp", "--json"])
+    assert "TRAINSTACK_TRACEBACK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("option", "variables", "bold"),
+    [
+        ("auto", {}, False),
+        ("auto", {"FORCE_COLOR": "1"}, True),
+        ("always", {}, True),
+        ("always", {"NO_COLOR": "1", "TERM": "dumb"}, True),
+        ("never", {"FORCE_COLOR": "1"}, False),
+        ("never", {}, False),
+    ],
+)
+def test_color_is_chosen_by_the_option_before_the_environment(
+    option: str,
+    variables: dict[str, str],
+    bold: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ts.write_checkpoint(Checkpoint(module_interface_state={}), tmp_path, "a")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    for words in (["--color", option, "checkpoints", "ls"], ["checkpoints", "ls", f"--color={option}"]):
+        assert main([*words, str(tmp_path)]) == 0
+        assert ("\x1b[1mname" in capsys.readouterr().out) is bold
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--color", "blue", *PLAN], "--color blue: write auto, always, never."),
+        ([*PLAN, "--color"], "--color: write auto, always, never."),
+        (["-q", "-v", *PLAN], "-q prints nothing, and -v prints more. Remove one of them."),
+    ],
+)
+def test_a_wrong_option_of_the_output_is_named(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", f"trainstack: {message}\n")
+
+
+def test_words_of_a_script_are_no_options_of_the_output() -> None:
+    words, output = printing.take_output_options(["doctor", "a.py", "-v", "--", "-q", "--color", "x"])
+    assert words == ["doctor", "a.py", "--", "-q", "--color", "x"]
+    assert output == printing.OutputOptions(verbose=True)

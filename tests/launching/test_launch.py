@@ -32,6 +32,7 @@ from tests.helpers.processes import free_port
 from tools.kills.__main__ import preloaded
 from trainstack.launching import agent
 from trainstack.launching import launch as launching
+from trainstack.launching.options import check_options
 from trainstack.launching.watchdog import WorkerWatchdog, launch_error
 
 pytestmark = pytest.mark.distributed
@@ -412,6 +413,14 @@ def test_launch_needs_a_number_of_processes() -> None:
 def test_wrong_arguments_are_refused_with_a_correction(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ts.ConfigurationError, match=sentence):
         launch(launched.talk, **changes)
+
+
+def test_any_other_word_names_a_folder_of_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "errors").mkdir()
+    for given in ("logs", "./onlyerror", "errors", Path("all")):
+        assert check_options(1, 1, None, None, 0, given, None, 1.0, None).output == str(tmp_path / given)
+    assert {path.name for path in tmp_path.iterdir()} >= {"logs", "onlyerror", "errors", "all"}
 
 
 def test_an_invalid_environment_variable_leaves_no_trace() -> None:

@@ -229,6 +229,71 @@ def test_different_numbers_of_ranks_are_compared_by_their_sums(tmp_path: Path) -
     assert any("1 and 2 ranks" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("limits", "step"),
+    [
+        ({}, 1),
+        ({"tolerance": 1e-7}, 2),
+        ({"tolerance": 1e-5}, 3),
+        ({"absolute_tolerance": 1e-6}, 2),
+        ({"absolute_tolerance": 1e-3}, None),
+        ({"tolerance": 1e-7, "absolute_tolerance": 1e-3}, None),
+        ({"tolerance": 2.0}, None),
+        ({"tolerance": 0.0}, 1),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_losses_and_norms_within_a_tolerance_are_the_same(
+    limits: dict[str, float], step: int | None, size: int, tmp_path: Path
+) -> None:
+    write_log(tmp_path / "one", [1.0, 1.0, 1e-5], norm=[1.0, 1.0, 1.0])
+    shares = np.array([1.0 + 1e-8, 1.0 + 2e-6, 2e-5])
+    for rank in range(size):
+        write_log(tmp_path / "two", shares / size, rank=rank, size=size, norm=[1.0, 1.0, 1.0 + 1e-12])
+
+    found = ts.compare_runs(tmp_path / "one", tmp_path / "two", **limits)
+    assert (found.step, found.quantity) == (step, None if step is None else "forward")
+    assert (found.tolerance, found.absolute_tolerance) == (limits.get("tolerance"), limits.get("absolute_tolerance"))
+    assert found.largest_error == (pytest.approx(0.5) if limits else None)
+    if step is None:
+        assert found.summary.startswith("same to a tolerance of ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "quantity"),
+    [
+        ({"samples": [0, 7]}, "data"),
+        ({"rates": [0, 7]}, "learning rate"),
+        ({"flags": [6, 7]}, "skipped step"),
+        ({"norm": [0.0, 1.0]}, "backward"),
+        ({"norm": [0.0, np.inf]}, "backward"),
+        ({"norm": [0.0, np.nan]}, "backward"),
+    ],
+)
+def test_a_tolerance_does_not_hide_other_differences(fields: dict[str, Any], quantity: str, tmp_path: Path) -> None:
+    write_log(tmp_path / "one", [1.0, 1.0])
+    write_log(tmp_path / "two", [1.0, 1.0], **fields)
+
+    found = ts.compare_runs(tmp_path / "one", tmp_path / "two", tolerance=0.5, absolute_tolerance=0.5)
+    assert (found.step, found.quantity) == (2, quantity)
+
+
+def test_digests_of_weights_and_gradients_have_no_tolerance(runs: dict[str, Path], tmp_path: Path) -> None:
+    other = trained(tmp_path, flip_bit(15), record="full")
+
+    assert ts.compare_runs(runs["full"], other).step == 6
+    found = ts.compare_runs(runs["full"], other, tolerance=1e-2)
+    assert found.same
+    assert 0 < (found.largest_error or 0.0) < 1e-2
+
+
+@pytest.mark.parametrize("limits", [{"tolerance": -1.0}, {"absolute_tolerance": np.inf}, {"tolerance": np.nan}])
+def test_a_tolerance_that_means_nothing_is_refused(limits: dict[str, float], tmp_path: Path) -> None:
+    one = write_log(tmp_path, [1.0])
+    with pytest.raises(ts.ConfigurationError, match=r"tolerance=.*: write a number from 0 up, such as 1e-4"):
+        ts.compare_runs(one, one, **limits)
+
+
 def test_the_first_rank_that_differs_is_reported(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_log(tmp_path / "one", [1.0, 0.5, 0.25], rank=rank, size=2)
@@ -299,5 +364,12 @@ def test_the_command_has_an_exit_code_for_each_answer(tmp_path: Path, capsys: py
     assert main(["compare", str(one), str(two), "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert (answer["same"], answer["step"], answer["quantity"], answer["same_until"]) == (False, 2, "forward", 1)
+    assert main(["compare", str(one), str(two), "--tolerance", "1e-3", "--absolute_tolerance", "0.3"]) == 0
+    assert capsys.readouterr().out == (
+        "same to a tolerance of 0.001 (relative) or 0.3 (absolute) in 2 global steps; the largest relative difference "
+        "of a loss or gradient norm is 0.5\n"
+    )
+    assert main(["compare", str(one), str(two), "--tolerance", "1e-3", "--target", "my.py:Net"]) == 2
+    assert "--tolerance allows other bits. Remove one of them." in capsys.readouterr().err
     assert main(["compare", str(one), str(tmp_path / "none")]) == 2
     assert "has no step log. Name the output_dir of a run" in capsys.readouterr().err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,54 @@ def test_make_has_an_environment_for_each_torch(settings: list[str], folder: str
     torch = f"torch=={'2.10.0' if settings else pinned('constraints.txt')['torch']}"
     expected = re.sub(r"^torch==.*", torch, (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)
     assert pins.stdout == expected
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c "*) exec {real} "$@" ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo venv >> log ;;
+  "-m pip") for word; do package=$word; done; echo "pip $package" >> log; [ "$package" != "$BREAKS" ] ;;
+  *) echo "run $*" >> log ;;
+esac
+"""
+
+
+@pytest.mark.processes
+def test_the_demo_installs_less_than_the_tests_and_an_interrupted_installation_is_not_trusted(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints-3.10.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(FAKE_PYTHON.format(real=sys.executable))
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    log = tmp_path / "log"
+
+    def make(target: str, breaks: str = "") -> list[str]:
+        log.write_text("")
+        command = ["make", target, "ARGS="]
+        subprocess.run(
+            command, cwd=tmp_path, env=environment | {"BREAKS": breaks}, capture_output=True, check=not breaks
+        )
+        return log.read_text().splitlines()
+
+    demo, tests = ".[sklearn,dp]", ".[dev,demo,docs,dp,tensorboard]"
+    runs, tested = "run examples/demo.py", "run -m pytest -n 2 --dist worksteal --fast"
+    assert make("demo") == ["venv", "pip torch", f"pip {demo}", runs]
+    assert make("demo") == [runs]
+    assert make("test-fast") == [f"pip {tests}", tested]
+    assert make("test-fast") == [tested]
+    assert make("demo") == [runs]
+    for target, last in (("demo", demo), ("test-fast", tests)):
+        changed = time.time() + 10
+        os.utime(tmp_path / "constraints.txt", (changed, changed))
+        make(target, breaks=last)
+        os.utime(tmp_path / "constraints.txt", (0, 0))
+        assert make("demo") == ["venv", "pip torch", f"pip {demo}", runs], target
+        assert make("test-fast") == [f"pip {tests}", tested]
+    changed = time.time() + 10
+    os.utime(tmp_path / "constraints.txt", (changed, changed))
+    assert make("test-fast") == ["pip torch", f"pip {demo}", f"pip {tests}", tested]
 
 
 def test_the_page_on_installation_has_each_extra() -> None:

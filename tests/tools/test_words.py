@@ -80,3 +80,47 @@ def test_check_fails_with_more_than_one_in_1000_lines(
     printed = capsys.readouterr().out
     assert "docs/a.md:1: what" in printed
     assert ("More than 1 in 1,000 lines: docs." in printed) == (code == 1)
+
+
+DENSE = '''"""A module.
+
+Of two things.
+"""
+
+import os  # noqa: F401
+
+LIMIT = 3  # kilobytes
+"""The limit."""
+TEXT = """not a
+docstring"""
+
+
+# A reason
+# in two lines.
+def read() -> str:
+    """Read."""
+    return TEXT
+'''
+
+
+def test_the_density_counts_comments_docstrings_and_code_apart() -> None:
+    assert words.density(DENSE) == words.Density(code=6, comments=3, docstrings=6)
+
+
+def test_the_density_is_printed_for_each_folder_with_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, code in (("src/trainstack/cli", DENSE), ("tools", "one = 1\ntwo = 2  # a reason\n")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text(code)
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["words.py", "--density"])
+
+    assert words.main() == 0
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[1], row[8], row[10]) for row in rows] == [
+        ("src/trainstack/cli", "6", "50.0", "100.0"),
+        ("tools", "2", "50.0", "0.0"),
+        ("all", "8", "50.0", "75.0"),
+    ]

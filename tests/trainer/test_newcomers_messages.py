@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: ts.Trainer(Classifier(), max_epochs=3),  # type: ignore[arg-type]
         "Trainer has no argument 'max_epochs'. Write epochs.",
     ),
+    "a trainer without a module": (
+        lambda folder: ts.Trainer(max_epochs=8),  # type: ignore[arg-type]
+        "Trainer has no argument 'max_epochs'. Write epochs. Settings go into TrainerArguments: Trainer(module, "
+        "TrainerArguments(epochs=8)).",
+    ),
+    "a trainer without arguments": (
+        lambda folder: ts.Trainer(),
+        "Trainer was made without a module. Write Trainer(module, TrainerArguments(...)); train() takes no model.",
+    ),
     "module and args swapped": (
         lambda folder: ts.Trainer(ARGUMENTS, Classifier()),  # type: ignore[arg-type]
         "module and args have changed places. Write Trainer(module, args).",
@@ -307,6 +317,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         called(lambda module, batch: module.log("loss", 1.0, prog_bar=True, on_epoch=True)),
         "self.log has no argument 'prog_bar', 'on_epoch'. Write self.log('loss', value).",
     ),
+    "the checkpoint of a class": (
+        lambda folder: Classifier.load_from_checkpoint("last.ckpt"),  # type: ignore[attr-defined]
+        "Classifier has no load_from_checkpoint. Make the module, and call trainstack.warm_start(module, path, "
+        "strict=True).",
+    ),
     "the module of Lightning": (lambda folder: ts.LightningModule, "Write trainstack.ModuleInterface"),
     "the checkpoints of Lightning": (lambda folder: ts.ModelCheckpoint, "Write TrainerArguments(checkpointer_args="),
     "a logger of Lightning": (lambda folder: ts.CSVLogger, 'Write TrainerArguments(writers=["csv"])'),
@@ -342,6 +357,7 @@ def test_a_mistake_is_refused_with_its_correction(mistake: str, tmp_path: Path) 
         (called(lambda module, batch: module.device), "Broken has no device. Steps get it as an argument"),
         (called(lambda module, batch: module.trainer.global_step), "Broken has no trainer. Hooks of a Callback get it"),
         (lambda folder: Hyper(), "Hyper has no save_hyperparameters. Set self.hyperparameters in __init__."),
+        (lambda folder: Classifier().load_from_checkpoint, "Classifier has no load_from_checkpoint. Make the module"),
         (called(lambda module, batch: module.log_dict({})), "Broken has no log_dict. Call self.log(name, value)"),
         (called(lambda module, batch: module.print(1)), "Broken has no print. Write trainstack.print_once(...)"),
         (called(lambda module, batch: module.current_epoch), "Broken has no current_epoch. on_begin_train_epoch("),
@@ -358,6 +374,13 @@ def test_a_missing_attribute_of_another_object_has_no_explanation(tmp_path: Path
     with pytest.raises(AttributeError) as raised:
         called(lambda module, batch: module.net.device)(tmp_path)
     assert not any("Steps get it" in one for one in raised.value.__notes__)
+
+
+def test_a_slip_in_the_name_of_a_class_gets_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError) as raised:
+        _ = ts.Trianer
+    sys.__excepthook__(raised.type, raised.value, None)
+    assert "Did you mean: 'Trainer'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("below", ["", "run"])

@@ -123,7 +123,7 @@ def test_other_evaluations_within_a_validation_are_allowed(tmp_path: Path) -> No
             return self.net(batch[0])
 
         def on_end_val_epoch(self, global_step: int, *_: Any, key: str = "default") -> None:
-            seen.append(trainer.predict(self.get_val_dataloaders(torch.utils.data.SequentialSampler, 8))[0].shape)
+            seen.append(trainer.predict(self.get_val_dataloaders(torch.utils.data.SequentialSampler, 8)).shape)
 
         def on_validation_end(self) -> None:
             if not seen[1:]:

@@ -310,7 +310,7 @@ def test_prediction_reads_no_target(data: Any, tmp_path: Path) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     expected = module.model(numbers(9).tensors[0])
 
-    assert torch.allclose(trainer.predict(loader)[0], expected)
+    assert torch.allclose(trainer.predict(loader), expected)
     assert torch.allclose(trainer.test()["default"]["outputs"], expected)
 
 

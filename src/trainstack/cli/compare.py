@@ -27,6 +27,13 @@ def add(subparsers: Any) -> None:
     config = f"the arguments of the %s run, for its replay (default: {CONFIG} in RUN)"
     parser.add_argument("--config", metavar="FILE", type=Path, help=config % "first")
     parser.add_argument("--other-config", metavar="FILE", type=Path, help=config % "second")
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="the largest relative difference of two losses or gradient norms that counts as the same",
+    )
+    parser.add_argument("--absolute-tolerance", metavar="X", type=float, help="the same as a difference")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_compare)
 
@@ -37,7 +44,12 @@ def _compare(args: argparse.Namespace) -> int:
             "--other-target, --config and --other-config are for replays, which need a target. Write --target "
             f"TARGET too. {FORM}"
         )
-    found = compare_runs(*args.runs) if args.target is None else _by_replay(args)
+    limits = {"tolerance": args.tolerance, "absolute_tolerance": args.absolute_tolerance}
+    if args.target is not None and any(value is not None for value in limits.values()):
+        raise ConfigurationError(
+            "--target finds the first step with other bits, and --tolerance allows other bits. Remove one of them."
+        )
+    found = compare_runs(*args.runs, **limits) if args.target is None else _by_replay(args)
     if args.json:
         changes = [{**asdict(change), "effect": change.effect.value} for change in found.changes]
         print_json({"same": found.same, **asdict(found), "changes": changes})

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any, NamedTuple
 
-from trainstack.cli.main import COMMANDS, _parser
+from trainstack.cli.main import COMMANDS, READ_WORDS, _parser, module_of
 from trainstack.cli.printing import print_json, print_lines
 
 _ABOUT = COMMANDS["completion"]
@@ -49,11 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _all_words() -> Iterator[_Words]:
     """The words of `trainstack`, of each command, and of each action of a command."""
-    yield _Words("", COMMANDS, {"--help": "show the options", "--version": "print the version"})
+    yield _words_of("", _parser(None))
     for command in COMMANDS:
-        module = import_module(f"trainstack.cli.{command}")
-        if hasattr(module, "make_parser"):  # `train` and `plan`, whose options are the fields of TrainerArguments
-            yield _words_of(command, module.make_parser())
+        if command in READ_WORDS:
+            yield _words_of(command, module_of(command).make_parser(command))
             continue
         parser = _actions_of(_parser(command))[command]
         actions = _actions_of(parser)

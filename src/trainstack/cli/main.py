@@ -15,13 +15,17 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NoReturn
 
-from trainstack.cli.printing import TROUBLE, print_error, suggest_options
+from trainstack.cli.printing import TROUBLE, add_output_options, print_error, suggest_options, take_output_options
 from trainstack.errors import TrainstackError
 
 COMMANDS = {
     "train": "train a module that a file defines",
+    "validate": "compute the validation metrics of a run, a checkpoint or an export",
+    "test": "compute the test metrics of a run, a checkpoint or an export",
+    "predict": "write the predictions of a run, a checkpoint or an export to a file",
     "explain": "print the layers of a backend string and the way of each verb through them",
     "schema": "print the JSON schema of files for --config, for editors",
     "plan": "print how a global batch is split and how many steps a run has",
@@ -35,13 +39,16 @@ COMMANDS = {
     "privacy": "epsilon, noise or steps of private training; an audit of it",
     "completion": "print the script that lets bash, zsh or fish complete commands and options",
 }
-"""The commands with their help. A module of this package has the name of each, and is imported when it is chosen.
+"""The commands with their help. `module_of` imports the module of a command when it is chosen.
 
-It has `add(subparsers)`, which sets the default `run`: arguments to exit code. `train` and `plan`, whose options are
-those of `TrainerArguments`, have `run` for the words behind their name.
+It has `add(subparsers)`, which sets the default `run`: arguments to exit code. Those of `READ_WORDS`, whose options
+are the fields of `TrainerArguments`, have `run(command, words)` for the words behind their name, and
+`make_parser(command)`.
 """
 
-_READ_WORDS = ("train", "plan")
+READ_WORDS = ("train", "validate", "test", "predict", "plan")
+_MODULES = {"validate": "evaluate", "test": "evaluate", "predict": "evaluate"}
+"""The modules of commands that have another name than the command."""
 _CHECKS_DETERMINISM = "--determinism"
 _READER_GONE = 141
 
@@ -49,6 +56,16 @@ _READER_GONE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; by default that of the process. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        words, output = take_output_options(words)
+    except TrainstackError as error:
+        print_error(str(error), error, "--json" in words)
+        return TROUBLE
+    with output.applied():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     as_json, trains = "--json" in words, words[:1] == ["train"]
     try:
         _prepare_output(trains)
@@ -94,8 +111,8 @@ def _run(words: list[str]) -> int:
         if script.script_in(words[1:]) is not None:
             diagnosed: int = script.run(words[1:])
             return diagnosed
-    if command in _READ_WORDS:
-        code: int = import_module(f"trainstack.cli.{command}").run(words[1:])
+    if command in READ_WORDS:
+        code: int = module_of(command).run(command, words[1:])
         return code
     if command == "help":  # as git and uv have it; an option stays as it is, such as `help --version`
         return _run([*words[1:], *([] if words[1:2] and words[1].startswith("-") else ["--help"])])
@@ -119,11 +136,16 @@ def _parser(command: str | None) -> Parser:
     parser.add_argument("--version", action="version", version=f"trainstack {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, about in COMMANDS.items():
-        if name == command:
-            import_module(f"trainstack.cli.{name}").add(subparsers)
+        if name == command and name not in READ_WORDS:
+            module_of(name).add(subparsers)
         else:
             subparsers.add_parser(name, help=about, add_help=False)
     return parser
+
+
+def module_of(command: str) -> ModuleType:
+    """The module with the code of a command."""
+    return import_module(f"trainstack.cli.{_MODULES.get(command, command)}")
 
 
 def _prepare_output(trains: bool) -> None:
@@ -168,6 +190,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        add_output_options(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options here, where the options of the command are known, not in the parser of `trainstack`.

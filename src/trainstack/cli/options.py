@@ -10,7 +10,7 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from trainstack._kinds import Kind, Place
@@ -49,7 +49,7 @@ _MOST_USED = frozenset(
     }
     | {"overwrite", "writers", "progress", "checkpointer_args.every_n_steps", "checkpointer_args.keep_last"}
 )
-"""The options that `--help` shows."""
+"""The options that the help of `train` and `plan` shows."""
 
 _OWN_TEXTS = {
     "seed": "of the data order, the samples, and the generators of the process before the module is made (default: 0)",
@@ -79,10 +79,16 @@ class Inputs:
     Args:
         parser: to which an option is added for each field and parameter.
         makes_module: the class or function whose parameters are `--module.NAME`; None for a command without a module.
+        most_used: the options that `--help` shows.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, makes_module: Callable[..., Any] | None = None) -> None:
-        self._parser, self._makes_module = parser, makes_module
+    def __init__(
+        self,
+        parser: argparse.ArgumentParser,
+        makes_module: Callable[..., Any] | None = None,
+        most_used: Set[str] = _MOST_USED,
+    ) -> None:
+        self._parser, self._makes_module, self._most_used = parser, makes_module, most_used
         parameters = parameters_of(makes_module) if makes_module is not None else {}
         self._plain = PlainInputs(TrainerArguments, {"module": parameters} if makes_module is not None else None)
         self._paths = {".".join(path): path for path in self._plain.paths()}
@@ -113,7 +119,7 @@ class Inputs:
                 groups[path[:-1]].add_argument(
                     f"--{negative}", dest=name, action="store_const", const="false", **hidden
                 )
-            is_shown = (path[0] == "module" or name in _MOST_USED) and not kind.takes_nothing
+            is_shown = (path[0] == "module" or name in self._most_used) and not kind.takes_nothing
             action = groups[path[:-1]].add_argument(
                 f"--{name}", help=_brief(text) if is_shown else argparse.SUPPRESS, **options
             )
@@ -141,13 +147,24 @@ class Inputs:
         suffix = "required" if default is parameter.empty else f"default: {_as_option(default)}"
         return f"{texts.get(name, '')} ({suffix})"
 
-    def read(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+    def read(
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str] = os.environ,
+        defaults: tuple[Mapping[str, Any], str] = ({}, ""),
+    ) -> argparse.Namespace:
         """Take the words, the variables and the files that they name; returns the words that are not fields.
+
+        Args:
+            words: of the command line, behind the target.
+            environ: the variables.
+            defaults: values that all others override, and the name of their file.
 
         Raises:
             ConfigurationError: a name is unknown, or a value is of another kind.
         """
         given = self._parser.parse_args(_attach_numbers(words, self._paths))
+        self._plain.add_mapping(*defaults)
         files = [environ["TRAINSTACK_CONFIG"]] if "TRAINSTACK_CONFIG" in environ else []
         for file in (*files, *given.config):
             values = read_config(file)

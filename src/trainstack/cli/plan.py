@@ -26,12 +26,7 @@ _ABOUT = (
 )
 
 
-def add(subparsers: Any) -> None:
-    """Name the command in the list of them; `run` reads the words behind it."""
-    subparsers.add_parser("plan", help=_ABOUT, add_help=False)
-
-
-def run(words: Sequence[str]) -> int:
+def run(command: str, words: Sequence[str]) -> int:
     """Print the plan. Returns the exit code."""
     target = words[0] if words and not words[0].startswith("-") and ":" in words[0] else None
     try:
@@ -73,7 +68,7 @@ def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence
     return 0
 
 
-def make_parser() -> Parser:
+def make_parser(command: str) -> Parser:
     """The parser of the command without a target."""
     parser = _make_parser(None)
     Inputs(parser).show_all()

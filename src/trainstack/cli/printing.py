@@ -1,4 +1,6 @@
-"""Output of commands: JSON, tables, lines and errors. No command writes to a stream in another way.
+"""Output of commands: JSON, tables, lines and errors, and the options `--quiet`, `--verbose` and `--color`.
+
+No command writes to a stream in another way.
 
 All text is escaped (`trainstack/_terminal.py`): names, metrics and messages may come from files of others.
 """
@@ -13,11 +15,13 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainstack._terminal import escape
+from trainstack.errors import ConfigurationError
 
 FAILED = 1
 """The exit code of damage, a difference, or a training that failed."""
@@ -35,7 +39,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_plain(value), indent=indent, allow_nan=False).replace("\x7f", "\\u007f")
+    return json.dumps(to_plain(value), indent=indent, allow_nan=False).replace("\x7f", "\\u007f")
 
 
 def print_line(text: str = "") -> None:
@@ -86,7 +90,9 @@ def _write_error(text: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare: Sequence[str] = ()) -> None:
-    """Print rows under their columns; the head is bold in a terminal, unless NO_COLOR is set or TERM says "dumb".
+    """Print rows under their columns; the head is bold if the output has colors.
+
+    They are off if NO_COLOR is set, on if FORCE_COLOR is, and else on in a terminal, unless TERM says "dumb".
 
     No cell is shortened. In a terminal that is too narrow, columns are left out and named below.
 
@@ -120,8 +126,10 @@ def _width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequ
 
 
 def _has_colours() -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not dumb)
 
 
 def readable_size(count: int) -> str:
@@ -142,11 +150,12 @@ def readable_date(text: str) -> str | None:
         return None
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """`value` as strict JSON has it: keys are text, inf and nan are text, and other objects are their text."""
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else repr(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -167,3 +176,109 @@ def suggest_options(words: Iterable[str], parser: argparse.ArgumentParser) -> st
         for match in difflib.get_close_matches(word.partition("=")[0].lstrip("-")[:80], names, n=1)
     ]
     return f". Did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""
+
+
+# --- options of the output, before or after the name of each command
+
+_COLORS: Mapping[str, Mapping[str, str | None]] = {
+    "auto": {},
+    "always": {"NO_COLOR": None, "FORCE_COLOR": "1"},
+    "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
+}
+"""The variables of each value of `--color`, which rich, Python and child processes read; None removes one."""
+_FLAGS = {"-q": "quiet", "--quiet": "quiet", "-v": "verbose", "--verbose": "verbose"}
+
+
+class OutputOptions(NamedTuple):
+    """The given options of the output.
+
+    Attributes:
+        quiet: print nothing on standard output.
+        verbose: print the messages of the library, and tracebacks of errors inside of commands.
+        color: a key of `_COLORS`.
+    """
+
+    quiet: bool = False
+    verbose: bool = False
+    color: str = "auto"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A block with this output. Streams, variables and loggers are restored."""
+        changes = {**_COLORS[self.color], **({"TRAINSTACK_TRACEBACK": "1"} if self.verbose else {})}
+        with ExitStack() as stack:
+            stack.enter_context(_environment(changes))
+            if self.quiet:
+                nothing = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(redirect_stdout(nothing))
+            if self.verbose:
+                stack.enter_context(_messages())
+            yield
+
+
+def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]:
+    """The words without these options, and the options. Words behind `--` belong to a script.
+
+    Raises:
+        ConfigurationError: the value of `--color` is unknown, or both `-q` and `-v` are given.
+    """
+    at = words.index("--") if "--" in words else len(words)
+    left, given, color = list[str](), set[str](), "auto"
+    own = iter(words[:at])
+    for word in own:
+        name, equals, value = word.partition("=")
+        if word in _FLAGS:
+            given.add(_FLAGS[word])
+        elif name == "--color":
+            color = value if equals else next(own, "")
+            if color not in _COLORS:
+                raise ConfigurationError(f"{f'--color {color}'.rstrip()}: write {', '.join(_COLORS)}.")
+        else:
+            left.append(word)
+    if len(given) > 1:
+        raise ConfigurationError("-q prints nothing, and -v prints more. Remove one of them.")
+    return [*left, *words[at:]], OutputOptions("quiet" in given, "verbose" in given, color)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the help and the completion of `parser`; `take_output_options` has read them before."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but warnings and errors")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print the messages of the library, and tracebacks of errors"
+    )
+    parser.add_argument("--color", metavar="WHEN", help=f"{', '.join(_COLORS)} (default: auto)")
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    _set_variables(changes)
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """A block in which the messages of the library go to standard error."""
+    import logging  # the other commands start without it
+
+    logger, handler = logging.getLogger("trainstack"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -66,7 +66,7 @@ def _first_frame_of_user(error: BaseException) -> TracebackType | None:
     return frame
 
 
-def load_target(target: str) -> Callable[..., ModuleInterface]:
+def load_target(target: str) -> Callable[..., Any]:
     """The class of a module, or a function that returns one, that `target` names; its file is run.
 
     As when Python runs a script, it can import other files of its folder. The file or package that `target` names has
@@ -76,10 +76,24 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
         ConfigurationError: there is no such file or name, or it is not something that makes a module.
         UserCodeError: the file raised an error.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name:
-        raise ConfigurationError(f"{target!r} does not say where a module comes from. {FORM}")
-    source = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+    return load_targets(target)[0]
+
+
+def load_targets(*targets: str) -> list[Callable[..., Any]]:
+    """As `load_target`, for several; a file or package that several of them name is run once."""
+    sources = dict[str, ModuleType]()
+    found = []
+    for target in targets:
+        place, _, name = target.rpartition(":")
+        if not place or not name:
+            raise ConfigurationError(f"{target!r} does not say where a module comes from. {FORM}")
+        if place not in sources:
+            sources[place] = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+        found.append(_pick(sources[place], name, target))
+    return found
+
+
+def _pick(source: ModuleType, name: str, target: str) -> Callable[..., Any]:
     if name not in vars(source):
         offered = _offers(source)
         close = difflib.get_close_matches(name, offered, n=1)
@@ -89,8 +103,8 @@ def load_target(target: str) -> Callable[..., ModuleInterface]:
     why = _why_not(made_by, name, source)
     if why is not None:
         raise ConfigurationError(f"{target}: {why}. {_in_words(_offers(source))}")
-    makes_module: Callable[..., ModuleInterface] = made_by
-    return makes_module
+    found: Callable[..., Any] = made_by
+    return found
 
 
 def modules_of_file(file: Path) -> list[str]:

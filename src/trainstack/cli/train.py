@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from trainstack._yaml import write_yaml
 from trainstack.cli.main import Parser
@@ -23,19 +22,9 @@ _ABOUT = (
 )
 
 
-def add(subparsers: Any) -> None:
-    """Name the command in the list of them; `run` reads the words behind it."""
-    subparsers.add_parser("train", help="train a module that a file defines", add_help=False)
-
-
-def run(words: Sequence[str]) -> int:
+def run(command: str, words: Sequence[str]) -> int:
     """Train; the random numbers of the process are seeded before the module is made. Returns the exit code."""
-    if words and not words[0].startswith("-"):
-        target, options = words[0], list(words[1:])
-    elif {"--help", "-h", "--help-all", "--help_all"} & set(words):
-        target, options = None, list(words)
-    else:
-        target, options = _target_of(words), list(words)
+    target, options = split_target(command, words)
     try:
         _train(target, options)
     except UserCodeError as error:
@@ -44,7 +33,20 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _target_of(words: Sequence[str]) -> str:
+def split_target(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The module that the words behind `command` name, and the words after it; None to print the help.
+
+    Raises:
+        ConfigurationError: neither the words nor the files of `--config` name one.
+    """
+    if words and not words[0].startswith("-"):
+        return words[0], list(words[1:])
+    if {"--help", "-h", "--help-all", "--help_all"} & set(words):
+        return None, list(words)
+    return _target_of(command, words), list(words)
+
+
+def _target_of(command: str, words: Sequence[str]) -> str:
     """The target in the last file that `words` or the environment name, such as the `config.yaml` of a run."""
     given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     given.add_argument("--config", action="append", default=[])
@@ -53,27 +55,31 @@ def _target_of(words: Sequence[str]) -> str:
     found = next((target for target in reversed(targets) if target is not None), None)
     if found is None:
         raise ConfigurationError(
-            f"trainstack train needs the module before any option. {FORM} A file given by --config may "
-            "name it as well, as its key target."
+            f"trainstack {command} needs the module before any option. {FORM} A file given by --config may name it as "
+            "well, as its key target."
         )
     return str(found)
 
 
-def make_parser(target: str | None = None, *, with_fields: bool = True) -> Parser:
-    """The parser of the command; without the fields of `TrainerArguments` for `Inputs`, which adds them."""
+def make_parser(command: str) -> Parser:
+    """The parser of the command without a target."""
+    parser = _make_parser(None)
+    Inputs(parser).show_all()
+    return parser
+
+
+def _make_parser(target: str | None) -> Parser:
     parser = Parser(
         prog=f"trainstack train {target or 'FILE.py:MODULE'}", description=_ABOUT, usage="%(prog)s [--OPTION VALUE ...]"
     )
     parser.add_argument("--print_config", action="store_true", help="print the configuration as a file for --config")
-    if with_fields:
-        Inputs(parser).show_all()
     return parser
 
 
 def _train(target: str | None, options: list[str]) -> None:
     with report_user_errors():
         makes_module = None if target is None else load_target(target)
-    inputs = Inputs(make_parser(target, with_fields=False), makes_module)
+    inputs = Inputs(_make_parser(target), makes_module)
     given = inputs.read(options)
     assert target is not None  # --help, the one option without a target, has ended the process
     assert makes_module is not None

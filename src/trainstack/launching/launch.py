@@ -73,8 +73,8 @@ def launch(
         rdzv_endpoint: `"host:port"` of the rendezvous of several machines; on one machine a free port is found.
         max_restarts: the number of restarts of all processes after one has failed.
         rank_output: the visible output of processes other than the first of this machine: `"only_error"` (stderr),
-            `"all"`
-            or `"ignore"`. A folder gets `{rank}_std.log` and `{rank}_err.log` of every process instead.
+            `"all"` or `"ignore"`. Another value is the path of a folder, such as `"logs"`, which gets
+            `{rank}_std.log` and `{rank}_err.log` of every process instead.
         timeout_s: seconds after which all processes are ended, if they are still running.
         grace_s: seconds for processes to save and end, after one has failed or a signal has arrived, until they are
             killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import multiprocessing
 import os
 import pickle
@@ -125,10 +126,12 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _output(output: str | os.PathLike[str]) -> str:
+    """A word of `_OUTPUTS`, or the path of a folder, which is made. A misspelt word is refused."""
     if output in _OUTPUTS:
         return str(output)
     folder = Path(output).absolute()
-    if isinstance(output, str) and os.sep not in output and not folder.is_dir():
+    is_word = isinstance(output, str) and os.sep not in output and not folder.is_dir()
+    if is_word and difflib.get_close_matches(str(output), _OUTPUTS):
         raise ConfigurationError(
             f"rank_output={output!r}: write one of {', '.join(map(repr, _OUTPUTS))}, or a folder: './{output}'."
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from trainstack.replaying.report import QUANTITIES, StepDifference
 from trainstack.step_log import Details, Flag, StepLog
+from trainstack.step_log.first_difference import relative_errors
 
 Entries = np.ndarray[Any, np.dtype[Any]]
 
@@ -174,7 +175,10 @@ def compare_to_tolerance(
     one, other = _of_all_ranks(recorded, span), _of_all_ranks(replayed, span)
     common = np.intersect1d(one["step"], other["step"])
     one, other = (side[np.isin(side["step"], common)] for side in (one, other))
-    errors = {"forward": _errors(one["loss"], other["loss"]), "backward": _errors(one["norm"], other["norm"])}
+    errors = {
+        "forward": relative_errors(one["loss"], other["loss"]),
+        "backward": relative_errors(one["norm"], other["norm"]),
+    }
     worst = max((float(np.nanmax(error, initial=0.0)) for error in errors.values()), default=0.0)
     differ = {
         "learning rate": one["rates"] != other["rates"],
@@ -182,14 +186,6 @@ def compare_to_tolerance(
         "skipped step": _flag_differs(one, other, Flag.SKIPPED),
     }
     return _first_of(differ, one, other, 0), worst
-
-
-def _errors(one: Any, other: Any) -> Any:
-    """Relative differences; 0 where both are the same, or both nan."""
-    scale = np.maximum(np.maximum(np.abs(one), np.abs(other)), np.finfo("f8").tiny)
-    with np.errstate(invalid="ignore"):
-        error = np.abs(one - other) / scale
-    return np.where((np.isnan(one) & np.isnan(other)) | (one == other), 0.0, error)
 
 
 def _of_all_ranks(logs: Sequence[StepLog], span: Span) -> Entries:

@@ -25,6 +25,9 @@ _OF_FIELD = {
 _NEEDS = {"norm": Flag.NORM, "samples": Flag.SAMPLES}
 
 
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDifference:
     """The first global step of one rank whose records differ.
@@ -46,23 +49,72 @@ class FirstDifference:
     has_details: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """Limits below which two losses or gradient norms count as equal; a difference within one of them suffices.
+
+    Attributes:
+        relative: fraction of the larger magnitude.
+        absolute: the largest difference.
+    """
+
+    relative: float
+    absolute: float
+
+    def is_exceeded(self, one: Values, other: Values) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether the values at each place differ by more than both limits. nan equals nan."""
+        with np.errstate(invalid="ignore"):
+            is_close = np.abs(one - other) <= self.absolute
+        return ~(is_close | (relative_errors(one, other) <= self.relative))
+
+
+def relative_errors(one: Values, other: Values) -> Values:
+    """The differences as fractions of the larger magnitude; 0 where both are the same, or both nan."""
+    scale = np.maximum(np.maximum(np.abs(one), np.abs(other)), np.finfo("f8").tiny)
+    with np.errstate(invalid="ignore"):
+        error = np.abs(one - other) / scale
+    return np.where((np.isnan(one) & np.isnan(other)) | (one == other), 0.0, error)
+
+
+def largest_error(one: StepLog, other: StepLog, *, shares: bool = True) -> float:
+    """The largest relative difference of a norm, or with `shares` of a loss, in the steps of both logs. nan is skipped.
+
+    Args:
+        one: a log.
+        other: of the same rank of another run, or of another number of ranks.
+        shares: whether the ranks have the same samples in both, so that losses are compared.
+    """
+    mine, theirs = _aligned(one.entries, other.entries)
+    worst = 0.0
+    for name in ("norm", *(["loss"] if shares else [])):
+        known = _is_comparable(mine, theirs, name)
+        errors = relative_errors(mine[name][known], theirs[name][known])
+        worst = max(worst, float(np.nanmax(errors, initial=0.0)))
+    return worst
+
+
 def common_steps(one: StepLog, other: StepLog) -> int:
     """The number of global steps that both have recorded."""
     return len(_aligned(one.entries, other.entries)[0])
 
 
-def first_difference(one: StepLog, other: StepLog, *, shares: bool = True) -> FirstDifference | None:
+def first_difference(
+    one: StepLog, other: StepLog, *, shares: bool = True, tolerance: Tolerance | None = None
+) -> FirstDifference | None:
     """The first difference of two logs; None if all common records are equal.
 
     Args:
         one: a log.
         other: of the same rank of another run, or of another number of ranks.
         shares: whether the ranks have the same samples in both, so that losses and digests of samples are compared.
+        tolerance: for losses and norms; None to compare bits. With it, digests of batches, random states and tensors
+            are not compared.
     """
     mine, theirs = _aligned(one.entries, other.entries)
     fields = dict(_OF_FIELD) if shares else {"norm": "backward", "rates": "learning rate", "flags": "skipped step"}
-    found = _first_entries(mine, theirs, fields)
-    known = sorted(set(one.steps_with_details()) & set(other.steps_with_details())) if shares else []
+    found = _first_entries(mine, theirs, fields, tolerance)
+    with_details = shares and tolerance is None
+    known = sorted(set(one.steps_with_details()) & set(other.steps_with_details())) if with_details else []
     unlike = unlike_generators(one, other, known)
     in_details = _first_details(one, other, known, min(found.values(), default=None), unlike)
     steps = [*found.values(), *([in_details] if in_details is not None else [])]
@@ -100,20 +152,31 @@ def _aligned(one: Entries, other: Entries) -> tuple[Entries, Entries]:
     return one[mine], other[theirs]
 
 
-def _first_entries(mine: Entries, theirs: Entries, fields: Mapping[str, str]) -> dict[str, int]:
+def _first_entries(
+    mine: Entries, theirs: Entries, fields: Mapping[str, str], tolerance: Tolerance | None
+) -> dict[str, int]:
     """The first step at which each field differs, for fields that differ."""
     found = dict[str, int]()
-    both, hidden = mine["flags"] & theirs["flags"], (mine["flags"] | theirs["flags"]) & np.uint32(Flag.HIDDEN)
     for name in fields:
-        differs = _bits(mine, name) != _bits(theirs, name)
-        if name in _NEEDS:  # only one of them may have recorded it
-            differs &= (both & np.uint32(_NEEDS[name])) != 0
-        if name == "loss":
-            differs &= hidden == 0
+        if tolerance is not None and mine[name].dtype.kind == "f":
+            differs = tolerance.is_exceeded(mine[name], theirs[name])
+        else:
+            differs = _bits(mine, name) != _bits(theirs, name)
+        differs &= _is_comparable(mine, theirs, name)
         position = int(differs.argmax()) if len(differs) else 0
         if len(differs) and differs[position]:
             found[name] = int(mine["step"][position])
     return found
+
+
+def _is_comparable(mine: Entries, theirs: Entries, name: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether both have recorded the field, in each entry."""
+    if name == "loss":
+        hidden: np.ndarray[Any, np.dtype[np.bool_]] = (mine["flags"] | theirs["flags"]) & np.uint32(Flag.HIDDEN) == 0
+        return hidden
+    needed = np.uint32(_NEEDS.get(name, 0))
+    both: np.ndarray[Any, np.dtype[np.bool_]] = (mine["flags"] & theirs["flags"] & needed) == needed
+    return both
 
 
 def _bits(entries: Entries, name: str) -> np.ndarray[Any, Any]:

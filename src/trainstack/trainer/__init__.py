@@ -26,6 +26,7 @@ from trainstack.trainer.tracking.provenance import Provenance
 from trainstack.trainer.tracking.writers import (
     CsvWriter,
     JsonLinesWriter,
+    LoggingWriter,
     MlflowWriter,
     RunInfo,
     StdoutWriter,
@@ -98,6 +99,7 @@ __all__ = [
     "LRFinderResult",
     "LengthGroupedSampler",
     "JsonLinesWriter",
+    "LoggingWriter",
     "Metric",
     "MicroBatchInfo",
     "MlflowWriter",

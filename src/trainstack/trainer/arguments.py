@@ -32,6 +32,9 @@ from trainstack.trainer.argument_names import ALIASES
 from trainstack.trainer.core.intervals import Every, ValidateEvery
 from trainstack.trainer.tracking.progress import ProgressDisplay
 
+WITHOUT_FILES = ("stdout", "logging")
+"""Names of writers that write no files."""
+
 
 def limit_for_dev_run(args: TrainerArguments) -> TrainerArguments:
     """Limit `args` to the number of steps, and of validation batches a loader, in `fast_dev_run`; else no change.
@@ -175,10 +178,10 @@ class TrainerArguments(metaclass=SuggestsNames):
         private_files: create files that only their owner can read (mode 0600, folders 0700): checkpoints, logs,
             exports, ledgers. `"auto"`: for backends with a privacy layer.
         log_every: global steps between two log points; a float in (0, 1] is a fraction of the run.
-        writers: `"stdout"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or `Writer`
-            objects.
+        writers: `"stdout"`, `"logging"`, `"csv"`, `"jsonl"`, `"tensorboard"`, `"wandb"`, `"mlflow"`, `"trackio"`, or
+            `Writer` objects.
         report: write `report.html` and `run.json` next to the logs, a page with settings and results of the run;
-            `"auto"` writes them if there is a writer other than `"stdout"`.
+            `"auto"` writes them if there is a writer other than `"stdout"` and `"logging"`.
         record: values of each global step to record in `step_log` in the folder of the run, if the run writes files.
             `"steps"`: loss, gradient norm, and digests of samples and learning rates; at log points also digests of the
             batch and the random states. `"full"`: also digests of each gradient, weight and optimizer state, which
@@ -322,8 +325,8 @@ class TrainerArguments(metaclass=SuggestsNames):
 
     @property
     def wants_report(self) -> bool:
-        """The value of `report`; with `"auto"`, whether there is a writer other than `"stdout"`."""
-        return any(writer != "stdout" for writer in self.writers) if self.report == "auto" else self.report
+        """The value of `report`; with `"auto"`, whether there is a writer other than those of `WITHOUT_FILES`."""
+        return any(one not in WITHOUT_FILES for one in self.writers) if self.report == "auto" else self.report
 
     @property
     def chosen_device(self) -> DeviceChoice:

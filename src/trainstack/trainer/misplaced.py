@@ -27,6 +27,11 @@ def check_module(kind: type, module: Any, args: Any) -> None:
         raise ConfigurationError(
             f"Trainer(module=...) was given a TrainerArguments: {why}. Write {kind.__name__}(module, args)."
         )
+    if module is None:
+        raise ConfigurationError(
+            f"{kind.__name__} was made without a module. Write {kind.__name__}(module, TrainerArguments(...)); train() "
+            "takes no model."
+        )
     if isinstance(module, type) or not isinstance(module, ModuleInterface):
         what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
         wrap = "" if isinstance(module, type) or not isinstance(module, nn.Module) else _WRAP

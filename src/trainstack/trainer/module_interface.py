@@ -163,6 +163,16 @@ class _LoggedAlone:
         return {} if module is None else vars(module).setdefault("_logged_alone", {})
 
 
+class _NotOnClass:
+    """A name of `NOT_ON_MODULE` that other libraries use on the class, where no `__getattr__` of a module is called."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__} has no {self._name}. {NOT_ON_MODULE[self._name]}.")
+
+
 class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     """Base class of a training task: model, steps, optimizers and data.
 
@@ -231,6 +241,7 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         return super().__new__(cls)
 
     if not TYPE_CHECKING:  # type checkers use the annotations of the user
+        load_from_checkpoint = _NotOnClass()
 
         def __getattr__(self, name: str) -> Any:
             """Look up parts and parameters; the error for an attribute of another library's modules has a note.

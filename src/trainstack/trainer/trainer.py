@@ -85,6 +85,10 @@ _ELSEWHERE = {
 """Members of the trainers of pytorch-accelerated, fastNLP, Lightning and transformers, and their counterparts."""
 
 
+_NO_MODULE = cast("ModuleInterface", None)
+"""Lets the library refuse a trainer without a module, and name the place of its other arguments."""
+
+
 class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, PropertiesMixin):
     """Trains a module as specified by its arguments.
 
@@ -135,7 +139,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
 
     def __init__(
         self,
-        module: ModuleInterface,
+        module: ModuleInterface = _NO_MODULE,
         args: TrainerArguments | None = None,
         trainer_backend: TrainerBackend | str | None = None,
         checkpointer: AbstractCheckpointer | None = None,

@@ -95,7 +95,7 @@ def test_predicting_uses_the_loaders_own_batches(tmp_path: Path) -> None:
 
     predicted = ts.Trainer(Sizes(), arguments(tmp_path)).predict(DataLoader(numbers(10), batch_size=4))
 
-    assert predicted[0].tolist() == [4, 4, 2]
+    assert predicted.tolist() == [4, 4, 2]
 
 
 class OwnLoader(DataLoader[Any]):

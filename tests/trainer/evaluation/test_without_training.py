@@ -113,7 +113,7 @@ def test_tensors_with_other_numbers_of_dimensions_are_not_padded(tmp_path: Path)
             return batch if len(batch) > 1 else batch[0]
 
     trainer = ts.Trainer(Odd(), arguments(tmp_path))
-    assert [one.dim() for one in trainer.predict(Sentences(), batch_size=2)[0]] == [2, 2, 2, 1]
+    assert [one.dim() for one in trainer.predict(Sentences(), batch_size=2)] == [2, 2, 2, 1]
     with pytest.raises(ts.ModuleContractError, match=r"\[1, 2\] dimensions cannot be padded"):
         trainer.predict(Sentences(), batch_size=2, pad_value=0)
 
@@ -128,7 +128,7 @@ def test_an_export_is_evaluated_without_training_data_and_optimizers(tmp_path: P
     trainer = ts.Trainer(EvaluatesOnly(validate=True), args)
     assert trainer.validate().metrics["val/loss"] == expected
     assert trainer.test(numbers(41)).metrics["test/loss"] == expected
-    assert torch.equal(trainer.predict(numbers(41))[0].argmax(1), trained.validate()["default"][1])
+    assert torch.equal(trainer.predict(numbers(41)).argmax(1), trained.validate()["default"][1])
     with pytest.raises(AssertionError, match="training data are requested"):
         trainer.train()
 
@@ -204,7 +204,7 @@ def test_a_stream_evaluates_lazily_and_restores_the_module(tmp_path: Path) -> No
         module.net[-1].bias += 1.0  # type: ignore[union-attr]
     rest = list(stream)
     assert [len(one) for one in (first, *rest)] == [10, 10, 10, 10, 1]
-    now = torch.cat(trainer.predict(numbers(41)))
+    now = trainer.predict(numbers(41))
     assert torch.allclose(torch.cat([first + 1.0, *rest]), now)
     with pytest.raises(ts.ConfigurationError, match="write one loader or dataset, and no pad_value"):
         trainer.predict({"a": numbers(3)}, stream=True)

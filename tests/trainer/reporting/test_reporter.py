@@ -157,7 +157,7 @@ def test_test_and_predict_return_outputs_in_order(tmp_path: Path) -> None:
     predicted = trainer.predict(DataLoader(module.dataset, batch_size=4))
 
     assert torch.equal(tested[1], module.net(module.dataset.tensors[0]).argmax(1))
-    assert torch.equal(predicted[0], module.dataset.tensors[0].sum(1))
+    assert torch.equal(predicted, module.dataset.tensors[0].sum(1))
     assert set(trainer.predict({"a": DataLoader(module.dataset, batch_size=4)})) == {"a"}
     assert set(outputs.metrics) == {"test/loss"}
     with pytest.raises(ts.ModuleContractError, match=r"has no test data\. Define get_test_dataloaders"):
@@ -193,7 +193,7 @@ def test_max_val_steps_does_not_limit_tests_or_predictions(tmp_path: Path) -> No
 
     assert len(trainer.validate()["default"][1]) == 5
     assert len(trainer.test()["default"][1]) == 13
-    assert len(trainer.predict(DataLoader(module.dataset, batch_size=5))[0]) == 13
+    assert len(trainer.predict(DataLoader(module.dataset, batch_size=5))) == 13
 
 
 class Predicts(Classifier):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
+import logging
 import math
 import os
 import struct
@@ -18,6 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trainstack as ts
+from tests.helpers.modules import Classifier, train
 from tests.helpers.scripts import run_python
 from trainstack.errors import ConfigurationError, MissingExtraError
 from trainstack.trainer.tracking.history import Record
@@ -282,6 +285,20 @@ def test_stdout_ignores_a_closed_stream_and_escapes_characters() -> None:
     ascii_only = io.TextIOWrapper(raw, encoding="ascii", newline="\n")
     StdoutWriter(ascii_only).text("ε = 3")
     assert raw.getvalue() == b"\\u03b5 = 3\n"
+
+
+def test_the_log_has_the_metrics_of_each_step_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trainstack"):
+        saving = ts.DefaultCheckpointerArguments(checkpoint=False)
+        trainer = train(Classifier(validate=True), tmp_path, writers=["logging"], log_every=3, checkpointer_args=saving)
+    found: list[Any] = [one for one in caplog.records if hasattr(one, "metrics")]
+
+    for name, column in trainer.history.to_dict().items():
+        values = [(one.step, one.epoch, one.metrics[name]) for one in found if name in one.metrics]
+        assert values == list(zip(column["step"], column["epoch"], column["value"], strict=True))
+    assert {one.name for one in found} == {"trainstack.metrics"}
+    assert any(message.startswith("epoch=1/") for message in caplog.messages)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- building and grouping

@@ -85,6 +85,11 @@ class OutputCollector:
         return self._root is None
 
     @property
+    def is_single(self) -> bool:
+        """Whether each step returned one value, not a tuple, list or dict. `all_outputs` is then a list of one item."""
+        return self._root is not None and not isinstance(self._root, _Items)
+
+    @property
     def all_outputs(self) -> Any:
         """All outputs, joined: a list for tensor, tuple or list outputs, a dict for dicts.
 

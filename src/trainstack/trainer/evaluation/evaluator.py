@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -74,6 +74,9 @@ def check_kept(asked: Any) -> None:
 class EvaluationOutputs(dict[str, Any]):
     """Outputs of the steps by loader, joined in data set order.
 
+    The outputs of a single loader are also found under their own keys or positions: `outputs["correct"]` is
+    `outputs["default"]["correct"]`.
+
     Attributes:
         metrics: losses and metrics of the evaluation by the names of the history, such as "val/loss"; also results of
             metrics that are not one number.
@@ -82,6 +85,17 @@ class EvaluationOutputs(dict[str, Any]):
     def __init__(self) -> None:
         super().__init__()
         self.metrics: dict[str, Any] = {}
+
+    def __missing__(self, key: Any) -> Any:
+        """The item of the outputs of the only loader.
+
+        Raises:
+            KeyError: there are several loaders, or their outputs have no such item.
+        """
+        if len(self) == 1:
+            with suppress(KeyError, IndexError, TypeError):
+                return next(iter(self.values()))[key]
+        raise KeyError(f"there is no {key!r}: the outputs are those of the loaders {', '.join(map(repr, self))}")
 
     def _repr_html_(self) -> str:
         """A table of the metrics, for notebooks."""
@@ -446,13 +460,17 @@ class Evaluator:
         for message in (evaluation.loss_message, evaluation.count_message):
             self._warn_once(message)
         comm = world.comm if in_parts else Communicator()
-        facts = evaluation.batches, evaluation.samples, evaluation.stopped_early, (digest.batches, digest.value)
+        # Outputs of one value lose their list in a prediction. A rank without a batch learns of it from the others.
+        is_single = stage is Stage.PREDICT and evaluation.outputs is not None and evaluation.outputs.is_single
+        counts = evaluation.batches, evaluation.samples, is_single
+        facts = *counts, evaluation.stopped_early, (digest.batches, digest.value)
         by_rank = world.comm.gather(facts, f"the end of a {stage.name.lower()} pass over the loader {key!r}")
         self._check_pass(stage, key, loader, by_rank, in_parts=in_parts, whole=limit is None)
         loss, logged = evaluation.means(comm)
         values = {"loss": loss, **({} if measured is None else measured.results(comm))}
         outputs = None if evaluation.outputs is None else evaluation.outputs.all_outputs_alike(comm, pad_value)
-        return self._brought_together(stage, outputs, keep) if in_parts else outputs, values, logged
+        outputs = self._brought_together(stage, outputs, keep) if in_parts else outputs
+        return outputs[0] if outputs and any(single for _, _, single, *_ in by_rank) else outputs, values, logged
 
     def _run_pass(
         self,

@@ -114,6 +114,9 @@ class EvaluationMixin(TrainerBase):
     ) -> Any:
         """Run `predict_step` over `dataloader` and return its results, joined in dataset order.
 
+        The result is a tensor if the step returns one tensor, a list with one tensor for each item of a tuple, or a
+        dict with the keys of a dict.
+
         Args:
             dataloader: a loader or a dataset, or a dict of these by name, for a dict of outputs.
             stream: whether to return an iterator over the outputs of single batches, on the CPU, in dataset order. It

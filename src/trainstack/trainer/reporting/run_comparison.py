@@ -12,7 +12,15 @@ import numpy as np
 
 from trainstack.errors import ConfigurationError
 from trainstack.step_log import Flag, StepLog, ranks_of, read_step_log
-from trainstack.step_log.first_difference import IN_STEP, FirstDifference, common_steps, first_difference
+from trainstack.step_log.first_difference import (
+    IN_STEP,
+    FirstDifference,
+    Tolerance,
+    common_steps,
+    first_difference,
+    largest_error,
+    relative_errors,
+)
 from trainstack.trainer.core.changes import Change, changes_between, flat, table_of
 from trainstack.trainer.core.effects import Effect
 
@@ -43,6 +51,9 @@ class RunComparison:
         compared: how many global steps both have.
         reason: the cause of the difference, as text.
         changes: the differences of the two starts, those that explain the quantity first.
+        tolerance: relative, for losses and norms; None if bits were compared.
+        absolute_tolerance: the same as a difference.
+        largest_error: the largest relative difference of a loss or norm; None if bits were compared.
         notes: limits of the comparison: damage, other numbers of steps or ranks.
     """
 
@@ -55,11 +66,14 @@ class RunComparison:
     compared: int = 0
     reason: str = ""
     changes: tuple[Change, ...] = ()
+    tolerance: float | None = None
+    absolute_tolerance: float | None = None
+    largest_error: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Whether all that both recorded is the same."""
+        """Whether all that both recorded is the same, or within the tolerance."""
         return self.step is None
 
     def __str__(self) -> str:
@@ -74,6 +88,13 @@ class RunComparison:
     @property
     def summary(self) -> str:
         """The result in one line."""
+        if self.same and self.largest_error is not None:
+            limits = {"relative": self.tolerance, "absolute": self.absolute_tolerance}
+            words = " or ".join(f"{value:g} ({name})" for name, value in limits.items() if value is not None)
+            return (
+                f"same to a tolerance of {words} in {self.compared:,} global steps; the largest relative difference of "
+                f"a loss or gradient norm is {self.largest_error:.2g}"
+            )
         if self.same:
             return f"same records in {self.compared:,} global steps"
         where = f"global step {self.step:,}"
@@ -83,19 +104,30 @@ class RunComparison:
         return f"the runs part at {where}: {self.quantity}{f' ({names})' if names else ''}{until}"
 
 
-def compare_runs(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> RunComparison:
+def compare_runs(
+    one: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    *,
+    tolerance: float | None = None,
+    absolute_tolerance: float | None = None,
+) -> RunComparison:
     """Find the first global step at which two runs part, and why, from their step logs alone.
 
     Logs of `record="full"` tell the exact step and the parameters. The default log tells the first step whose recorded
     value differs; random states and batches are recorded at log points, so they may have differed some steps earlier.
     Damaged logs are used as far as they are intact.
 
+    With a tolerance, losses and gradient norms may differ within it, and learning rates, samples and skipped steps have
+    to be the same. Digests of batches, random states, gradients and weights are then not compared.
+
     Args:
         one: the folder of a run, its `output_dir`.
         other: of another.
+        tolerance: the largest relative difference of two losses or norms, as for `replay`; None to compare bits.
+        absolute_tolerance: the largest difference. If both are given, a difference within one of them suffices.
 
     Raises:
-        ConfigurationError: they have no global step in common, or a run has no step log.
+        ConfigurationError: they have no global step in common, a run has no step log, or a tolerance is negative.
         CheckpointError: a log cannot be read.
 
     Examples:
@@ -112,6 +144,7 @@ def compare_runs(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> 
         >>> ts.compare_runs(*folders).step
         1
     """
+    limits = _limits(tolerance, absolute_tolerance)
     folders = Path(one), Path(other)
     ranks = [_ranks_of(folder) for folder in folders]
     mine, theirs = ([read_step_log(folder, rank) for rank in own] for folder, own in zip(folders, ranks, strict=True))
@@ -121,10 +154,14 @@ def compare_runs(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> 
             f"{folders[0]} and {folders[1]} have recorded no global step in common, so there is nothing to compare. "
             "Name two runs that have trained."
         )
-    logs, first = _find_first(mine, theirs)
+    logs, first = _find_first(mine, theirs, limits)
+    given: dict[str, Any] = {}
+    if limits is not None:
+        given = {"tolerance": tolerance, "absolute_tolerance": absolute_tolerance}
+        given["largest_error"] = _largest_error(mine, theirs)
     changes = _relevant(changes_between(*_starts(*logs, None if first is None else first.step)))
     if first is None:
-        return RunComparison(step=None, compared=compared, changes=tuple(changes), notes=notes)
+        return RunComparison(step=None, compared=compared, changes=tuple(changes), notes=notes, **given)
     found = RunComparison(
         step=first.step,
         rank=logs[0].rank,
@@ -134,6 +171,7 @@ def compare_runs(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> 
         same_until=first.same_until,
         compared=compared,
         notes=notes,
+        **given,
     )
     return explained(found, changes, has_details=first.has_details)
 
@@ -152,23 +190,42 @@ def explained(found: RunComparison, changes: Sequence[Change], *, has_details: b
     return replace(found, reason=_reason(quantity, ordered, has_details), changes=tuple(ordered))
 
 
+def _limits(tolerance: float | None, absolute_tolerance: float | None) -> Tolerance | None:
+    for name, value in (("tolerance", tolerance), ("absolute_tolerance", absolute_tolerance)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigurationError(f"{name}={value}: write a number from 0 up, such as 1e-4.")
+    if tolerance is None and absolute_tolerance is None:
+        return None
+    return Tolerance(relative=tolerance or 0.0, absolute=absolute_tolerance or 0.0)
+
+
 _Pair = tuple[StepLog, StepLog]
 
 
-def _find_first(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> tuple[_Pair, FirstDifference | None]:
+def _pairs(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> list[_Pair]:
+    return [(log, twin) for log, twin in zip(mine, theirs, strict=False) if log.rank == twin.rank]
+
+
+def _have_unlike_sizes(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> bool:
+    return mine[0].segments[-1].world_size != theirs[0].segments[-1].world_size
+
+
+def _find_first(
+    mine: Sequence[StepLog], theirs: Sequence[StepLog], limits: Tolerance | None
+) -> tuple[_Pair, FirstDifference | None]:
     """The logs of the rank that differs first, and its difference; those of the first rank, and None, if none does."""
-    pairs = [(log, twin) for log, twin in zip(mine, theirs, strict=False) if log.rank == twin.rank]
-    sizes = [logs[0].segments[-1].world_size for logs in (mine, theirs)]
-    if sizes[0] != sizes[1]:
-        return pairs[0], _over_ranks(mine, theirs)
-    for pair in pairs:
+    pairs = _pairs(mine, theirs)
+    if _have_unlike_sizes(mine, theirs):
+        return pairs[0], _over_ranks(mine, theirs, limits)
+    for pair in pairs if limits is None else ():  # digests of weights have no tolerance
         weights = _unlike_weights(*pair)
         if weights:
             names = tuple(change.name.partition(".")[2] for change in weights)
             values = f"{names[0]} {weights[0].saved}", f"{names[0]} {weights[0].given}"
             step = int(pair[0].entries["step"][0])
             return pair, FirstDifference(step=step, quantity=START_WEIGHTS, values=values, parameters=names)
-    found = [(pair, difference) for pair in pairs if (difference := first_difference(*pair)) is not None]
+    each = [(pair, first_difference(*pair, tolerance=limits)) for pair in pairs]
+    found = [(pair, difference) for pair, difference in each if difference is not None]
     return min(found, key=lambda one: (one[1].step, IN_STEP.index(one[1].quantity)), default=(pairs[0], None))
 
 
@@ -242,21 +299,36 @@ def _starts(one: StepLog, other: StepLog, step: int | None) -> tuple[dict[str, s
 _Column = np.ndarray[Any, np.dtype[Any]]
 
 
-def _over_ranks(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> FirstDifference | None:
+def _over_ranks(mine: Sequence[StepLog], theirs: Sequence[StepLog], limits: Tolerance | None) -> FirstDifference | None:
     """As `first_difference` for unlike numbers of ranks: the loss of all ranks, norm, rates and skipped steps."""
-    found = first_difference(mine[0], theirs[0], shares=False)
-    sums = [_total_losses(logs) for logs in (mine, theirs)]
-    _, here, there = np.intersect1d(sums[0][0], sums[1][0], assume_unique=True, return_indices=True)
-    one, other = sums[0][1][here], sums[1][1][there]
-    differs = np.flatnonzero(one.view("<u8") != other.view("<u8"))
+    found = first_difference(mine[0], theirs[0], shares=False, tolerance=limits)
+    steps, one, other = _common_losses(mine, theirs)
+    exceeded = one.view("<u8") != other.view("<u8") if limits is None else limits.is_exceeded(one, other)
+    differs = np.flatnonzero(exceeded)
     if not len(differs):
         return found
     at = int(differs[0])
-    step, before = int(sums[0][0][here][at]), sums[0][0][here][:at]
+    step, before = int(steps[at]), steps[:at]
     if found is not None and (found.step, IN_STEP.index(found.quantity)) < (step, IN_STEP.index("forward")):
         return found
     values = repr(float(one[at])), repr(float(other[at]))
     return FirstDifference(step=step, quantity="forward", values=values, same_until=int(before[-1]) if at else 0)
+
+
+def _largest_error(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> float:
+    """The largest relative difference of a loss or norm, over all ranks."""
+    if not _have_unlike_sizes(mine, theirs):
+        return max(largest_error(*pair) for pair in _pairs(mine, theirs))
+    _, one, other = _common_losses(mine, theirs)
+    of_losses = float(np.nanmax(relative_errors(one, other), initial=0.0))
+    return max(of_losses, largest_error(mine[0], theirs[0], shares=False))
+
+
+def _common_losses(mine: Sequence[StepLog], theirs: Sequence[StepLog]) -> tuple[_Column, _Column, _Column]:
+    """The steps with a loss in both runs, and the losses of all ranks in them."""
+    (steps, one), (others, other) = _total_losses(mine), _total_losses(theirs)
+    common, here, there = np.intersect1d(steps, others, assume_unique=True, return_indices=True)
+    return common, one[here], other[there]
 
 
 def _total_losses(logs: Sequence[StepLog]) -> tuple[_Column, _Column]:

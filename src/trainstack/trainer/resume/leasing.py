@@ -11,8 +11,9 @@ from typing import Any
 
 from trainstack._files import real_path
 from trainstack.checkpointing import DefaultCheckpointer, Lease
+from trainstack.trainer.arguments import WITHOUT_FILES
 from trainstack.trainer.context import RunContext
-from trainstack.trainer.tracking.writers import StdoutWriter
+from trainstack.trainer.tracking.writers import LoggingWriter, StdoutWriter
 
 
 class DirectoryOwner:
@@ -126,7 +127,8 @@ def writes_files(context: RunContext) -> bool:
     """Whether a training writes files into the folder of its run."""
     args, checkpointer = context.args, context.checkpointer
     saves = isinstance(checkpointer, DefaultCheckpointer) and checkpointer.args.checkpoint
-    logs = args.wants_report or any(one != "stdout" and not isinstance(one, StdoutWriter) for one in args.writers)
+    writers = [one for one in args.writers if not isinstance(one, StdoutWriter | LoggingWriter)]
+    logs = args.wants_report or any(one not in WITHOUT_FILES for one in writers)
     by_callback = any(getattr(callback, "writes_files", False) for callback in context.events.callbacks.values())
     return saves or logs or by_callback or args.record == "full" or context.stack.is_private
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.tracking.writers.base import RunInfo, Writer
-from trainstack.trainer.tracking.writers.console import StdoutWriter
+from trainstack.trainer.tracking.writers.console import LoggingWriter, StdoutWriter
 from trainstack.trainer.tracking.writers.files import CsvWriter, JsonLinesWriter, read_history
 from trainstack.trainer.tracking.writers.group import WriterGroup
 from trainstack.trainer.tracking.writers.tensorboard import TensorBoardWriter
@@ -19,9 +19,9 @@ from trainstack.trainer.tracking.writers.trackers import MlflowWriter, TrackioWr
 def build_writers(names_or_writers: Sequence[str | Writer], log_dir: Path) -> list[Writer]:
     """Make the writers that are named, and keep those that are given; none of them is opened.
 
-    Names: `"stdout"` (summaries), `"csv"` (`log_dir/metrics.csv`), `"jsonl"` (`log_dir/metrics.jsonl`),
-    `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"`, `"trackio"`, `"comet"`, `"clearml"`, `"aim"`,
-    `"dvclive"` and `"prometheus"` with their own defaults.
+    Names: `"stdout"` (summaries), `"logging"` (the logger "trainstack.metrics"), `"csv"` (`log_dir/metrics.csv`),
+    `"jsonl"` (`log_dir/metrics.jsonl`), `"tensorboard"` (`log_dir/tensorboard`), and `"wandb"`, `"mlflow"`,
+    `"trackio"`, `"comet"`, `"clearml"`, `"aim"`, `"dvclive"` and `"prometheus"` with their own defaults.
 
     Raises:
         ConfigurationError: a name is unknown or comes twice, or an entry is neither a name nor a writer.
@@ -39,6 +39,7 @@ def _make(file: str, name: str) -> Writer:
 
 _MAKERS: dict[str, Callable[[Path], Writer]] = {
     "stdout": lambda _: StdoutWriter(),
+    "logging": lambda _: LoggingWriter(),
     "csv": lambda log_dir: CsvWriter(log_dir / "metrics.csv"),
     "jsonl": lambda log_dir: JsonLinesWriter(log_dir / "metrics.jsonl"),
     "tensorboard": lambda log_dir: TensorBoardWriter(log_dir / "tensorboard"),
@@ -133,6 +134,7 @@ def _check_name(name: object) -> None:
 __all__ = [
     "CsvWriter",
     "JsonLinesWriter",
+    "LoggingWriter",
     "MlflowWriter",
     "RunInfo",
     "StdoutWriter",

@@ -1,7 +1,8 @@
-"""The writer to standard output."""
+"""The writers to standard output and to Python's logging."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -172,3 +173,26 @@ class StdoutWriter(Writer):
         if isinstance(line, EpochLine) and stream.isatty():
             line = "\n".join(self._table.rows(line, stream.columns))
         stream.line(line)
+
+
+class LoggingWriter(Writer):
+    """Passes metrics and summaries at the level INFO to the logger "trainstack.metrics", for handlers of the program.
+
+    The log record of metrics has them as attributes, which formatters for JSON write as fields: `metrics`, values by
+    name, `step` and `epoch`. A summary, such as the plan or the line of an epoch, is a message without them.
+    """
+
+    _logger = logging.getLogger("trainstack.metrics")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Log one message for the records of each step."""
+        values = dict[tuple[int, int], dict[str, float]]()
+        for record in records:
+            values.setdefault((record.step, record.epoch), {})[record.name] = record.value
+        for (step, epoch), metrics in values.items():
+            text = " ".join([f"step={step}", *(f"{name}={value:.4g}" for name, value in metrics.items())])
+            self._logger.info("%s", text, extra={"metrics": metrics, "step": step, "epoch": epoch})
+
+    def text(self, line: str) -> None:
+        """Log `line`."""
+        self._logger.info("%s", line)
