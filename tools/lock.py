@@ -1,9 +1,9 @@
 """Write constraints.txt: the versions that `pip` resolves for all extras together, in a temporary environment.
 
 `make lock` runs this. Python 3.10 has a separate file, constraints-3.10.txt, because it has no new versions of numpy:
-`make lock PYTHON=python3.10`. The pin of torch does not change; `make lock TORCH=2.14.0` changes it.
-The file has names and versions only, so that it works with any package index: no local version such as
-`+cpu`, no index lines, no hashes, no URLs.
+`make lock PYTHON=python3.10`. The pin of torch does not change; `make lock TORCH=2.14.0` changes it. The file has names
+and versions only, so that it works with any package index: no local version such as `+cpu`, no index lines, no hashes,
+no URLs.
 """
 
 from __future__ import annotations

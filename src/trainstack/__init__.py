@@ -1,8 +1,7 @@
 """trainstack trains PyTorch models: write one module, select one backend string, run it anywhere.
 
 The first use of a name imports the packages, and with them torch. `import trainstack` alone is fast, so that the
-command
-line can answer without torch.
+command line can answer without torch.
 """
 
 import logging

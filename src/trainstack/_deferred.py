@@ -127,8 +127,7 @@ def split(
     """`tree` with `replace(number, tensor)` for each tensor for which `is_split` is True, and these tensors by number.
 
     Dicts are visited in the order of the texts of their keys, so equal trees give equal numbers for any insertion
-    order. A
-    tensor that occurs several times has one number.
+    order. A tensor that occurs several times has one number.
     """
     tensors: dict[int, tuple[Tensor, Any]] = {}
 

@@ -18,8 +18,8 @@ class PretendedGpu(TorchFunctionMode):
     """Placements on CUDA have no effect. A copy to the CPU holds nan until a call waits, unless it waits itself.
 
     Attributes:
-        calls: the calls, in order: `("select", 1)`, `("upload", shape, non_blocking)`, `("record",)`,
-            `("wait",)`, `("set in thread", 1)`.
+        calls: the calls, in order: `("select", 1)`, `("upload", shape, non_blocking)`, `("record",)`, `("wait",)`,
+            `("set in thread", 1)`.
         index: of the current device.
         pinned: storages that count as pinned, by address.
     """

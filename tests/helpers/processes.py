@@ -153,8 +153,8 @@ def run_world(
         size: the number of ranks.
         function: it takes and returns JSON values, and is found by its module and its name.
         timeout: in seconds, on an idle machine.
-        fresh: use new ranks, and end them; for cases that kill ranks or leave them in a bad state.
-            Other cases run in the ranks of the pool.
+        fresh: use new ranks, and end them; for cases that kill ranks or leave them in a bad state. Other cases run in
+            the ranks of the pool.
         may_fail: a rank that raises or dies gives a dict with its exit status and the end of its stderr.
         options: of the function.
     """

@@ -20,8 +20,7 @@ def audit(
     """Try to show that private training with these settings is less private than it states.
 
     Everything runs through the real `Trainer` and its layers, on a small model of canaries. All processes of a run call
-    it
-    together.
+    it together.
 
     Args:
         args: the privacy settings.

@@ -137,8 +137,7 @@ class Observation:
 
     Attributes:
         tables: for each parameter float64 of shape `(steps, canaries, width)`: the noisy sums over each step's records,
-            in
-            units of the clipping norm of the step, without the row that belongs to no canary.
+            in units of the clipping norm of the step, without the row that belongs to no canary.
         direction: float64 of shape `(sum of widths,)`: the direction of a canary's gradient within its row; of length
             1.
         limits: the clipping norm of each step, as stated before the step.
@@ -245,8 +244,7 @@ def train_canaries(subject: AuditedRun, included: Tensor, *, shortest: float = 0
     Args:
         subject: the run.
         included: bool of shape `(dataset_size,)`. A canary that is not included is replaced by a record whose gradient
-            is
-            in a row that is not evaluated.
+            is in a row that is not evaluated.
         shortest: the logarithm (to base 10) of the shortest gradient in units of C, from 0 to 12.
     """
     from trainstack.trainer import ModuleInterface, Trainer, TrainerArguments

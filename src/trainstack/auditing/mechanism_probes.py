@@ -30,10 +30,8 @@ def judge_noise(first: Sequence[Tensor], second: Sequence[Tensor]) -> Iterator[F
     """Test two runs' updates of each parameter, divided by their stated standard deviation.
 
     The tests are: chi-square on the variance, over all and of each parameter; Kolmogorov-Smirnov on the distribution;
-    and
-    correlations between any two steps, between neighbouring weights, between parameters at all displacements, and with
-    any
-    step of the other run.
+    and correlations between any two steps, between neighbouring weights, between parameters at all displacements, and
+    with any step of the other run.
 
     Args:
         first, second: for each parameter a tensor of shape `(steps, weights)`.
@@ -86,8 +84,7 @@ def displaced(left: Any, right: Any) -> Any:
     """Scalar products of each row of `left` with that of `right`, at all displacements of one against the other.
 
     Each is divided by the norm of the matching part of the longer one, so that it is standard normal if the shorter one
-    is
-    independent of that part. Displacements at which less than half of the shorter one overlaps the longer one are
+    is independent of that part. Displacements at which less than half of the shorter one overlaps the longer one are
     omitted.
     """
     if left.shape[1] > right.shape[1]:

@@ -33,13 +33,11 @@ def audit_module(module: Any, args: Any, *, rounds: int = 5, records: int = 100)
     """Remove and replace records of a module's data, and test the noise on its parameters.
 
     There are three experiments. First, the run is prepared `rounds` times, as before each training: this checks the
-    sums of
-    a few records, without random numbers. Second, the sum of clipped gradients of `records` records is computed with
+    sums of a few records, without random numbers. Second, the sum of clipped gradients of `records` records is computed
+    with
     dropout and augmentation on, with fixed random numbers for each record: if one is removed, it may move by C, and if
-    one
-    is replaced by another, by 2 C. Third, the updates of two short runs without records, which are only noise, are
-    tested.
-    The module is not trained, and nothing is written.
+    one is replaced by another, by 2 C. Third, the updates of two short runs without records, which are only noise, are
+    tested. The module is not trained, and nothing is written.
 
     Args:
         module: a `ModuleInterface`, as for a `Trainer`.

@@ -89,8 +89,8 @@ class Clipping:
     """The limit of gradients, applied once in each global step, before the optimizers use them.
 
     Args:
-        kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`;
-            `"value"` clamps each element to `[-limit, limit]`; `"none"` does not change them.
+        kind: `"norm"` scales all gradients together so that their joint L2 norm is at most `limit`; `"value"` clamps
+            each element to `[-limit, limit]`; `"none"` does not change them.
         limit: the bound, in the unit of the gradient of the mean loss, without loss scaling.
         measured: whether `clip` computes the joint norm even if clipping does not need it.
     """

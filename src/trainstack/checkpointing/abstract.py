@@ -58,10 +58,8 @@ class AbstractCheckpointer(ABC):
     """Decides when, where and how states are stored. Subclass it to store them elsewhere.
 
     A checkpointer with its own copy of the state may return from `save` before the state is safe. It then overrides
-    `watch`,
-    `poll`, `finish` and `abandon`, by which the trainer gets failures and waits at the end. If the state is safe when
-    `save`
-    returns, none of them is needed.
+    `watch`, `poll`, `finish` and `abandon`, by which the trainer gets failures and waits at the end. If the state is
+    safe when `save` returns, none of them is needed.
     """
 
     @abstractmethod

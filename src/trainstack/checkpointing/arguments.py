@@ -105,14 +105,12 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
     Attributes:
         checkpoint: False saves nothing at all.
         delete_existing_checkpoints: before the first save, delete the checkpoints with this `file_prefix` from
-            `save_dir`,
-            and nothing else.
+            `save_dir`, and nothing else.
         period: PyMarlin's name of `every_n_epochs`.
         save_dir: the directory of checkpoints; by default `checkpoints` in the current directory at the first use.
         model_state_save_dir: the directory of model exports; by default `save_dir`.
         load_dir: a run begins with the newest checkpoint of this directory if the training does not name a checkpoint
-            to
-            resume from, or if it requests True, "auto", "last" or "best" and the run has saved nothing in `save_dir`
+            to resume from, or if it requests True, "auto", "last" or "best" and the run has saved nothing in `save_dir`
             yet.
         load_filename: load this checkpoint from `load_dir`; a plain name, or an absolute path.
         file_prefix: the beginning of the names of checkpoints.
@@ -122,35 +120,28 @@ class DefaultCheckpointerArguments(metaclass=SuggestsNames):
         async_save: write in the background. Training waits only while the state is copied to host memory, which needs
             the size of a checkpoint in addition.
         sharded: if a layer such as `fsdp` shards the state, each rank writes its part into the checkpoint, and reads
-            only
-            the parts that it needs. All ranks need access to `save_dir`. Under other layers it has no effect.
+            only the parts that it needs. All ranks need access to `save_dir`. Under other layers it has no effect.
         every_n_steps: also save inside an epoch, each time the global step is a multiple of this number; a float in (0,
-            1]
-            is a fraction of all global steps of the run, rounded up.
+            1] is a fraction of all global steps of the run, rounded up.
         every_n_seconds: also save inside an epoch, at the first step that ends this many seconds after the last such
             save.
         every_n_epochs: save at the end of an epoch whose index, counted from 0, is a multiple of this number; None is
-            1.
-            The end of the run is always saved.
+            1. The end of the run is always saved.
         keep_last: the number of newest checkpoints of this run to keep; older ones are deleted after a save. None keeps
             all.
         keep_best: the number of best checkpoints to keep in addition. It has no effect if all are kept.
         verify: before an older checkpoint is deleted, read the ones that are kept from the disk, each once in a
-            process,
-            and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
+            process, and compare the hashes (`"read_back"`); or compare sizes only (`"none"`).
         monitor: the metric that determines the best checkpoint.
         mode: `"min"` if low values of it are good, `"max"` if high ones are; `"auto"` derives that from its name.
         keep_frozen: False omits frozen parameters with their initial values, such as the base of LoRA adapters, from
             checkpoints and from exports at the end of training. The manifest has their names and digests. To resume,
-            build
-            the module with the same weights, or name them in `init_weights_from`.
+            build the module with the same weights, or name them in `init_weights_from`.
         sign_key: the PEM file of an Ed25519 key that signs each checkpoint and export of the run. The main process
-            reads
-            each of them once more for it. Needs `pip install trainstack[sign]`.
+            reads each of them once more for it. Needs `pip install trainstack[sign]`.
         scrub_every_s: compare each stored checkpoint with its hashes again after this many seconds. After a save a
-            thread
-            reads the one that is overdue longest, at most 100 MB in a second. A damaged checkpoint causes a warning and
-            does not count as kept. None for never.
+            thread reads the one that is overdue longest, at most 100 MB in a second. A damaged checkpoint causes a
+            warning and does not count as kept. None for never.
 
     Raises:
         ConfigurationError: a value is wrong, or two contradict each other.

@@ -15,8 +15,7 @@ class HostBuffers:
     """A copy of a state in host memory, in buffers that are reused.
 
     New memory costs more than the copy, because the system allocates it page by page at the first write. So the buffer
-    of
-    each tensor is kept under its name, and reused if dtype and shape are the same.
+    of each tensor is kept under its name, and reused if dtype and shape are the same.
     """
 
     def __init__(self) -> None:
@@ -26,8 +25,7 @@ class HostBuffers:
         """Return contiguous copies in host memory, under the same names. The next call overwrites them.
 
         Tensors on a CUDA device are copied to pinned memory, all at once, followed by a synchronization. Deferred
-        tensors are
-        read one at a time.
+        tensors are read one at a time.
         """
         self._buffers = {name: self._matching_buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():

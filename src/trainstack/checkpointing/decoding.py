@@ -22,8 +22,7 @@ class StateDecoder(PlainDecoder):
     """Decodes JSON trees of states. Every reference to one stored tensor becomes the same object.
 
     The result contains the tensors that were passed, not copies; numpy arrays share their memory. Deferred tensors are
-    read
-    if they are parts of an object of several tensors, or of one that is not a dict, list or tuple.
+    read if they are parts of an object of several tensors, or of one that is not a dict, list or tuple.
 
     Args:
         tensors: by the names in the trees.

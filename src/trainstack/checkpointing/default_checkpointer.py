@@ -61,8 +61,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     Attributes:
         lease: the right to write into the directories; None if it was not taken.
         known_run: the id of the run that `load` should continue in `save_dir`; None for the run that began or saved
-            there
-            last.
+            there last.
         on_commit: called with the path of a checkpoint that is safe; with `async_save` from another thread.
     """
 
@@ -95,8 +94,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
 
         Raises:
             CheckpointNotFoundError: `resume` is a path with a separator that does not exist. Only the main process
-                checks it,
-                because only that one loads.
+                checks it, because only that one loads.
         """
         self._run_level = log_level
         self._run_id = self._loaded_run = self._loaded_at = self.known_run = None
@@ -165,8 +163,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Delete leftovers of ended writers, and existing checkpoints if the arguments request it.
 
         It runs once, automatically before the first save. It deletes only directories with an intact manifest, of the
-        kind
-        "checkpoint" and with this `file_prefix`.
+        kind "checkpoint" and with this `file_prefix`.
         """
         self._loaded_at = None  # later entries are written by this run
         if not self._clear(self.save_dir) or not self.args.delete_existing_checkpoints:
@@ -196,10 +193,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Record the id of this run in the directory if it begins newly or from another directory.
 
         Checkpoints of earlier runs remain and can be named, but are not "the newest" of this run, which never deletes
-        them. The
-        record is written now because the run may be interrupted before its first checkpoint, and must then not resume
-        from a
-        checkpoint of another run. A warning names earlier checkpoints.
+        them. The record is written now because the run may be interrupted before its first checkpoint, and must then
+        not resume from a checkpoint of another run. A warning names earlier checkpoints.
 
         Raises:
             CheckpointError: another process has written into `save_dir` since the checkpoint was chosen.
@@ -322,12 +317,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write `checkpoint_state` if a save is due, replacing a checkpoint of the same name.
 
         The name consists of the prefix and the global step, or the index if the step is not known. It returns when
-        everything
-        is on the disk; with `async_save` when the state is copied, after waiting for the previous save. A thread reads
-        back a
-        large checkpoint, and deletes older ones afterwards. `poll`, `finish`, or the next save or load raises a failure
-        in the
-        background.
+        everything is on the disk; with `async_save` when the state is copied, after waiting for the previous save. A
+        thread reads back a large checkpoint, and deletes older ones afterwards. `poll`, `finish`, or the next save or
+        load raises a failure in the background.
         """
         if not self.is_due(index, force):
             return None
@@ -367,8 +359,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """`save` for a call on all ranks, each of which writes its rows of the sharded tensors.
 
         Either all parts become one checkpoint, or nothing does, and all ranks raise. With `async_save` each rank copies
-        its
-        rows and writes them in a thread; the main process commits after all have written theirs.
+        its rows and writes them in a thread; the main process commits after all have written theirs.
 
         Args:
             checkpoint_state: the state of this rank.
@@ -539,8 +530,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Write an export of `model_state`. `load` never resumes from it.
 
         The name consists of the prefix and the global step, or the index if the step is not known. An existing export
-        of other
-        weights or of another run with this name is not replaced: the new one gets a number at the end.
+        of other weights or of another run with this name is not replaced: the new one gets a number at the end.
         """
         if not self.args.checkpoint:
             return None
@@ -566,10 +556,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
         """Return the state to continue from; see `AbstractCheckpointer.load`.
 
         The newest checkpoint is the one that was written last, regardless of its step. When it is searched, damaged
-        ones are
-        logged as warnings and skipped; if all are damaged, that is an error, also for `"auto"`. A named checkpoint is
-        loaded
-        or refused. Checkpoints with another prefix do not count.
+        ones are logged as warnings and skipped; if all are damaged, that is an error, also for `"auto"`. A named
+        checkpoint is loaded or refused. Checkpoints with another prefix do not count.
 
         Raises:
             CheckpointNotFoundError, CheckpointDamagedError: see `AbstractCheckpointer.load`.

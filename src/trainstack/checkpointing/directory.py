@@ -89,8 +89,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Return the checkpoints and model exports in `directory`, oldest first.
 
     Only manifests are read; `verify_checkpoint` compares the files with them. Directories without a readable manifest
-    are
-    omitted, and the reason is logged once in a process.
+    are omitted, and the reason is logged once in a process.
 
     Raises:
         CheckpointNotFoundError: `directory` does not exist.

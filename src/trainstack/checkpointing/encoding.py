@@ -156,8 +156,7 @@ class StateEncoder:
 
     Args:
         taken: names that no tensor may get, and to which the names of this encoder are added. Encoders that share it
-            use
-            different names.
+            use different names.
         sharded: accept sharded tensors too. The trees have their whole shapes, and `pop_tensors` returns them
             unchanged.
     """

@@ -113,8 +113,7 @@ class Lease:
         """Become the owner of `directories`, which are created if they do not exist.
 
         A lease that was released, or whose process has ended on this host, is replaced at once. Any other is replaced
-        after its
-        timeout without a heartbeat.
+        after its timeout without a heartbeat.
 
         Args:
             directories: checkpoints are written to the last one; its counter is that of the lease.

@@ -59,8 +59,7 @@ def read_newest(
 
     Raises:
         CheckpointDamagedError: there are checkpoints, and all are damaged; or the entry for the last beginning of a run
-            is
-            damaged.
+            is damaged.
         CheckpointMismatchError: one was written by a newer trainstack, so it may be the newest.
     """
 

@@ -34,10 +34,9 @@ def read_checkpoint(path: str | os.PathLike[str], *, mapped: bool = False) -> Ch
     Args:
         path: of the checkpoint.
         mapped: leave the tensors in the mapped files, which is several times faster if they are only read or copied, to
-            a
-            GPU or into a model. They may be changed without changing the files. The files are hashed as always, but
-            must
-            not be altered in place while the tensors exist. They may be deleted, except on Windows, where that fails.
+            a GPU or into a model. They may be changed without changing the files. The files are hashed as always, but
+            must not be altered in place while the tensors exist. They may be deleted, except on Windows, where that
+            fails.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at `path`.

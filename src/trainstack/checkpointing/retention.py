@@ -78,8 +78,7 @@ class Retention:
         """The checkpoints of `run` to delete: neither among the newest nor among the best.
 
         Only intact ones count as kept, so an intact one always remains. Pinned, renamed, linked or damaged ones are
-        never
-        deleted.
+        never deleted.
         """
         if self.args.keep_last is None:
             return []

@@ -44,9 +44,8 @@ class TensorPart:
     """The tensors of one file, in its order.
 
     `tensors` may be an iterator that makes one tensor after the other, so that only one is in memory at a time. It has
-    to
-    yield the tensors of `layout` in that order. `rows` describes the rows of its tensors for a file of format version
-    3.
+    to yield the tensors of `layout` in that order. `rows` describes the rows of its tensors for a file of format
+    version 3.
     """
 
     layout: list[RawTensor]
@@ -147,8 +146,7 @@ def defer_tensors(
     """`read_tensors` with a `DeferredTensor` for each tensor of more than `DEFERRED_BYTES` bytes.
 
     All bytes are compared with their hashes now, unless they are already `verified`. Later reads are compared again.
-    The
-    file must not be moved as long as the tensors are used.
+    The file must not be moved as long as the tensors are used.
     """
     if index is None:
         return read_tensors(path, record, index)

@@ -36,8 +36,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> CheckpointInfo:
     """Compare every file of a checkpoint or model export with its manifest.
 
     It reads all bytes, decodes no tensors and keeps nothing in memory. For a damaged tensor the message has the name
-    and
-    the range of elements.
+    and the range of elements.
 
     Args:
         path: of the checkpoint or export.
@@ -56,8 +55,7 @@ def read_back(path: Path, pace: PaceFn | None = None) -> str | None:
     """The damage of the checkpoint or export at `path`; None if there is none.
 
     Unlike `verify_checkpoint`, it compares the bytes on the disk, not those in the page cache, if the system can drop
-    its
-    pages. `pace` is called before tensors are read.
+    its pages. `pace` is called before tensors are read.
     """
     try:
         for file in path.iterdir():

@@ -212,8 +212,7 @@ def push_to_hub(
     """Upload the export at `path` to the model repository `repo_id`, in one commit.
 
     The repository is created if it does not exist. The upload is a folder of `export_model` or `Trainer.export`. Files
-    with
-    other names in the repository are not changed.
+    with other names in the repository are not changed.
 
     Args:
         path: of the export.
@@ -262,8 +261,8 @@ def load_torch_weights(path: str | os.PathLike[str], *, strip_prefix: str = "") 
 
     Nothing that the file names is imported or called. A state dict under the key `state_dict`, `model_state_dict`,
     `module_interface_state`, `model`, `module` or `weights` is found. The prefixes `module.` and `_orig_mod.` of
-    wrappers
-    are removed if every name has them. `model.` may be a part of the model, so it is removed only with `strip_prefix`.
+    wrappers are removed if every name has them. `model.` may be a part of the model, so it is removed only with
+    `strip_prefix`.
 
     Args:
         path: of the file.
@@ -328,8 +327,7 @@ def warm_start(
     """Load the tensors that match `model` by name and shape, and report the rest.
 
     If nothing fits `model` itself, but exactly one of its children, or of their children, has tensors of these names,
-    the
-    weights are loaded there. So the weights of a network fit the `SupervisedModule` around it.
+    the weights are loaded there. So the weights of a network fit the `SupervisedModule` around it.
 
     Args:
         model: any module; its other tensors are not changed.

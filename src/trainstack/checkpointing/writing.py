@@ -111,11 +111,10 @@ def commit(
     """Write `payload` as `directory/name` and return that path. Raises CheckpointError.
 
     The order is: files, manifest, temporary directory, each flushed to the disk; then an old directory with this name
-    is
-    renamed, the new one is renamed to the name, and the parent is flushed. If `abandoned` is set, the write ends soon
-    with
-    a CheckpointError, and leaves nothing. With a `lease`, nothing is renamed after another process has acquired the
-    directory. `sequence` has to be above those of all entries in `directory`; None scans the directory for it.
+    is renamed, the new one is renamed to the name, and the parent is flushed. If `abandoned` is set, the write ends
+    soon with a CheckpointError, and leaves nothing. With a `lease`, nothing is renamed after another process has
+    acquired the directory. `sequence` has to be above those of all entries in `directory`; None scans the directory for
+    it.
     """
     check_name(directory, name)
     final = directory / name
@@ -329,8 +328,7 @@ def write_checkpoint(
     """Write `checkpoint` as the directory `directory/name`, replacing one with that name.
 
     It returns when everything is on the disk. At any interruption, the previous checkpoint can still be loaded. The
-    states
-    are read, never changed.
+    states are read, never changed.
 
     Args:
         checkpoint: the states to write.
@@ -425,9 +423,8 @@ def write_model(
     """Write an export of `model_state`, from which a run never resumes by default.
 
     Any reader of safetensors can read its `model.safetensors`, as its README.md explains. Files for `from_pretrained`
-    of
-    the module `owner` are added. `card` has fields for the README's front matter. A state of more than `max_shard_size`
-    bytes is divided into several files. Otherwise like `write_checkpoint`.
+    of the module `owner` are added. `card` has fields for the README's front matter. A state of more than
+    `max_shard_size` bytes is divided into several files. Otherwise like `write_checkpoint`.
 
     Args:
         model_state: tensors and plain values by name.

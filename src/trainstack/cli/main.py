@@ -1,8 +1,7 @@
 """`trainstack COMMAND ...` selects a command.
 
-Exit codes: 0, success; 1, the command found damage or a difference, or a training failed; 2, it
-could not do it, and one line on standard error says why; 75 and 130, a signal ended a training; 141, the reader of the
-output went away.
+Exit codes: 0, success; 1, the command found damage or a difference, or a training failed; 2, it could not do it, and
+one line on standard error says why; 75 and 130, a signal ended a training; 141, the reader of the output went away.
 """
 
 from __future__ import annotations

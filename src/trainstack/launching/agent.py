@@ -90,8 +90,8 @@ class AgentThread(threading.Thread):
         """The running processes, including those that still import the script; empty if the agent has ended.
 
         The agent keeps them in a private attribute (torch 2.13.0). It is read from the stack, because torch makes the
-        agent
-        internally. Processes are not joined here: the agent does that, and a second join would remove their exit codes.
+        agent internally. Processes are not joined here: the agent does that, and a second join would remove their exit
+        codes.
         """
         for frame in self._frames():
             context = getattr(frame.f_locals.get("self"), "_pcontext", None)

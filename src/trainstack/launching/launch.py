@@ -212,8 +212,7 @@ def _run_environment(order: LaunchOptions) -> Iterator[Path]:
     """A folder for the run and the variables of its processes. Afterwards everything is restored.
 
     The variables are set here because a new process reads OMP_NUM_THREADS when it imports torch, before it gets
-    anything
-    else. The agent draws from `random` and sets another variable, so both are restored.
+    anything else. The agent draws from `random` and sets another variable, so both are restored.
     """
     made = dict(order.env)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -254,8 +253,7 @@ def _handlers() -> dict[int, Any]:
     """The handlers of this process for the signals that are forwarded. Only the main thread can change them.
 
     An ignored signal remains ignored. SIGUSR1, which schedulers send before a time limit, is forwarded if it would end
-    this
-    process.
+    this process.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}

@@ -42,8 +42,8 @@ def compare_by_replay(
 
     The step logs are compared first, as in `compare_runs`. If they diverge at a step and have no digests of all tensors
     there, both runs are replayed up to that step, with `record="full"`, in temporary folders. The replays begin with
-    the
-    last checkpoint that has the same states in both runs, or with a new module. The folders of the runs are only read.
+    the last checkpoint that has the same states in both runs, or with a new module. The folders of the runs are only
+    read.
 
     Args:
         make_module: makes the module of the first run; see `replay`.
@@ -58,8 +58,7 @@ def compare_by_replay(
 
     Returns:
         The step, the quantity and the parameters. The notes name the checkpoints from which the runs were replayed. If
-        a
-        replay differs from the record of its run, the reason names that run; step and quantity are then those of the
+        a replay differs from the record of its run, the reason names that run; step and quantity are then those of the
         logs.
 
     Raises:
@@ -99,8 +98,7 @@ def last_same_checkpoint(one: RecordedRun, other: RecordedRun, before: int) -> i
 
     It uses bisection, because runs that have diverged do not become equal again. Damaged checkpoints are skipped.
     Generators with different initial states, such as unseeded ones of Python and NumPy, are not compared: their effects
-    are
-    visible in other states.
+    are visible in other states.
     """
     mine, theirs = ({step_of(info): info for info in run.checkpoints} for run in (one, other))
     steps = sorted(step for step in mine.keys() & theirs.keys() if step < before)

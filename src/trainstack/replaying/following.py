@@ -32,8 +32,7 @@ def follow(
     """Replay the steps between successive checkpoints of a running training as they appear, until it ends.
 
     The newest checkpoint is copied to a temporary folder before its use, because the run deletes old ones. So no step
-    is
-    omitted, and slow replays end later than the run.
+    is omitted, and slow replays end later than the run.
 
     Args:
         make_module: see `replay`.

@@ -33,13 +33,11 @@ def replay(
 
     Args:
         make_module: makes the module; a function at the top of a module or a script, or the module's class. A function
-            may
-            also return the module and a list of callbacks. Before calling it, the processes call
+            may also return the module and a list of callbacks. Before calling it, the processes call
             `seed_everything(args.seed)`.
         run: the folder of the run.
         args: of the run; by default those in its `config.yaml`. `output_dir`, `resume`, writers and the folders for
-            saving
-            and loading are replaced.
+            saving and loading are replaced.
         from_step: the first global step to compare, counted from 1; by default the first that can be replayed.
         to_step: the last one; by default the last recorded one.
         nproc: processes of the replay, by default the number of the run. With another number, the global loss and the

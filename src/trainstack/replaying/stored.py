@@ -24,8 +24,7 @@ class StoredStates:
     Attributes:
         same: the steps whose checkpoints have the same bits.
         first: the first step whose checkpoints differ, with the first parameter that differs, or else the first place;
-            None
-            if none do.
+            None if none do.
         damaged: the damage of stored checkpoints, as text.
     """
 

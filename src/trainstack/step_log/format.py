@@ -125,8 +125,7 @@ def pack_details(
         generators: digests in the order of `Start.generators`.
         tensors: empty, or digests of gradients, weights and optimizer states, each in the order of the names.
         names: the table of names of the tensors, counted from 0 in the segment: that of `Start.parameters`, then those
-            of
-            the blocks of names.
+            of the blocks of names.
     """
     flags = (0 if batch is None else _BATCH) | (_TENSORS if tensors else 0)
     head = _DETAILS.pack(step, flags, len(generators), names, batch or 0)

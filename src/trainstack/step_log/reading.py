@@ -60,8 +60,7 @@ class StepLog:
         path: of its file.
         rank: of the process that wrote it.
         entries: an array of `ENTRY`, by rising step: the steps that led to the newest state. For steps that a resumed
-            run
-            has repeated, it has the last entries.
+            run has repeated, it has the last entries.
         origins: for each entry, the position in `segments` of the one that made it; int64.
         segments: the calls of `train()`, in order.
         checkpoints: those that became safe; in the log of rank 0.
@@ -69,8 +68,7 @@ class StepLog:
         damage: the reason why only a part of the file was used, as text; None if all of it is intact.
         contradictions: sentences about blocks that a checkpoint has recorded and that the log lacks.
         repeated: steps that the same number of ranks made twice with different bits, with the names of the different
-            fields
-            of `ENTRY`, by step.
+            fields of `ENTRY`, by step.
         heads: the chains after each intact block, in hexadecimal digits, in order.
     """
 

@@ -60,8 +60,7 @@ def draw_moments(draw: random.Random, count: int, outline: Outline, before: int)
     """Draw the moments to kill `count` processes of a training: in saves, and at the start, middle and end of epochs.
 
     `before` is the number of earlier kills. A step followed by a save takes longer than others, so the lag is drawn
-    from
-    the time of up to four steps.
+    from the time of up to four steps.
     """
     step_s = outline.seconds / max(1, outline.steps)
     moments = []

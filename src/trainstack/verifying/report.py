@@ -22,8 +22,7 @@ class KillEvent:
         seconds: the time for which the killed process had trained.
         while_saving: whether it left a partial checkpoint.
         within: the position in its epoch from which the next process resumed: "start" (after its first steps), "middle"
-            or
-            "end" (with its last step, or its beginning); "" if the length of an epoch is not known.
+            or "end" (with its last step, or its beginning); "" if the length of an epoch is not known.
         counts: whether the next process restored a checkpoint and had steps left to train. Other kills prove nothing.
         surroundings: of the process that resumed.
     """
@@ -52,14 +51,11 @@ class ResumeReport:
         model_hash: xxh3-128 of the module's file in the last checkpoint of the uninterrupted training.
         trainings: the number of trainings that were started for kills.
         divergence: where the last killed training diverged from the uninterrupted one; None if the last checkpoints
-            agree
-            in every bit.
+            agree in every bit.
         untracked: if they do not, attributes of the module and the callbacks that training changes and that no
-            `get_state`
-            returns.
+            `get_state` returns.
         blind_to: a parameter that was not restored in one more resume, to test this test, if that training ended with
-            the
-            same bits; "" if it did not.
+            the same bits; "" if it did not.
         not_covered: the cases that were not tried, as text.
         folder: the folder of both trainings, if they differ.
     """
@@ -89,8 +85,7 @@ class ResumeReport:
 
         Raises:
             ConfigurationError: nothing is proved, because no kill counts, or because the comparison does not notice a
-                parameter
-                that is not restored.
+                parameter that is not restored.
         """
         if self.divergence is None and (not self.counting or self.blind_to):
             raise ConfigurationError(f"verify_resume: {self.verdict}")

@@ -31,8 +31,7 @@ class TrialSetup:
         backend: the backend string.
         nproc: the number of processes that train together; None for a single one.
         call_in: returns pickled `(module_factory, (args,))` of a training that writes everything to this folder, and
-            saves
-            in the background or not.
+            saves in the background or not.
         context: of `multiprocessing`; the way to start processes.
         timeout_s: seconds for each process.
         async_save: whether the training saves in the background.

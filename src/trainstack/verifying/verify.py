@@ -39,10 +39,8 @@ def verify_resume(
     module, optimizers, schedulers, layers, random states, counters, history.
 
     A kill counts if the next process restored a checkpoint and had steps left to train. Kills happen in saves, and at
-    the
-    start, the middle and the end of epochs. Each process has another PYTHONHASHSEED. At the end one more training
-    resumes
-    with a parameter that is not restored: the comparison has to notice that.
+    the start, the middle and the end of epochs. Each process has another PYTHONHASHSEED. At the end one more training
+    resumes with a parameter that is not restored: the comparison has to notice that.
 
     Everything is written to a temporary folder (set by TMPDIR), which needs space for the checkpoints of two trainings;
     `args.output_dir` is not used. Writers are disabled. Each process calls `seed_everything(args.seed)`, and then
@@ -50,11 +48,9 @@ def verify_resume(
 
     Args:
         module_factory: makes the module; a function at the top of a module or a script, or the module's class. A
-            function
-            may also return the module and a list of callbacks.
+            function may also return the module and a list of callbacks.
         args: of the training. Few steps are enough, as long as it saves within them. `resume` and the folders for
-            saving
-            and loading are replaced.
+            saving and loading are replaced.
         kills: the number of kills that have to count; at most `2 * kills + 10` trainings are made.
         seed: of the moments and of the settings that differ between processes.
         nproc: processes of the training, for a backend that joins several; by default 2. The backend "auto" joins this
@@ -62,8 +58,7 @@ def verify_resume(
         timeout_s: seconds for each process.
         vary: let processes also differ in the number of threads (from the second killed training on, after one more
             uninterrupted one has shown that the bits do not depend on it) and in the number of loader workers (at most
-            the
-            module's). Each second training saves in the background if `args` do not, and the reverse.
+            the module's). Each second training saves in the background if `args` do not, and the reverse.
         quiet: do not print the report.
 
     Returns:
@@ -72,8 +67,7 @@ def verify_resume(
 
     Raises:
         ConfigurationError: an argument is wrong, a new process cannot import the factory, the training saves nothing
-            before
-            its end, or is private.
+            before its end, or is private.
         LaunchError: a process failed without a kill or took too long; the message ends with its output.
 
     Examples:

@@ -2,8 +2,8 @@
 
 `calculate_train_batch_loss` and `calculate_eval_batch_loss` overridden; `gradient_accumulation_steps`;
 `create_scheduler_fn` with `TrainerPlaceholderValues` as in their docstring; `SaveTrainingStateCallback` and
-`train(resume_from=...)`; `evaluate`. Two processes run under the variables of torchrun, on the CPU as
-`accelerate launch --cpu` says it.
+`train(resume_from=...)`; `evaluate`. Two processes run under the variables of torchrun, on the CPU as `accelerate
+launch --cpu` says it.
 """
 
 from __future__ import annotations

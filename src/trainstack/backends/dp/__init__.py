@@ -2,8 +2,8 @@
 
 `layer.py` is the layer of the stack, `setup.py` its preparation: checks, plan, gradient mode, mechanism. Of each step,
 `sampling.py` draws the records, `modes` sums their clipped gradients, `randomness.py` draws the noise. `budget.py`
-charges the step before that, over `accounting.py` and `ledger.py`, whose lines
-`ledger_chain.py` keeps in a store of `ledger_store.py`.
+charges the step before that, over `accounting.py` and `ledger.py`, whose lines `ledger_chain.py` keeps in a store of
+`ledger_store.py`.
 
 Most runs are not private, so importing this package imports no other file of it. opacus and scipy are imported when an
 epsilon is computed.

@@ -96,8 +96,8 @@ def calibrate_noise(target_epsilon: float, delta: float, q: float, steps: int, a
     """The noise multiplier with which `steps` steps stay within `target_epsilon`, nearly the smallest.
 
     It is a multiple of 20 over a power of two, found by bisection until less than `eps_error_for` of the budget is
-    left. Where Renyi accounting alone decides, or is far above the target, or where even the central limit
-    (which reports too little) exceeds a target below 0.1, the slow accountant is not asked.
+    left. Where Renyi accounting alone decides, or is far above the target, or where even the central limit (which
+    reports too little) exceeds a target below 0.1, the slow accountant is not asked.
 
     Raises:
         ConfigurationError: a number is out of its range, or no noise up to a million is enough.

@@ -50,8 +50,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         count_noise_multiplier: of `"adaptive"`: the noise on the count of unclipped records, in records; by default a
             twentieth of the batch. Must be more than half of `noise_multiplier`.
         grad_mode: how gradients of single records are computed; `"auto"` takes the fastest that is exact.
-        accountant: `"prv"`, the tighter one; `"rdp"`, the quicker one; or `"pld"`, dp_accounting's, the
-            tightest for many steps at a tiny rate, which takes seconds and needs `trainstack[pld]`.
+        accountant: `"prv"`, the tighter one; `"rdp"`, the quicker one; or `"pld"`, dp_accounting's, the tightest for
+            many steps at a tiny rate, which takes seconds and needs `trainstack[pld]`.
         dataset_size: N, the number of records that may be published, not below the true one: steps, rate and delta go
             by it, and nothing that a run writes has another. By default the true one, which is then public.
         secure: draw every mask and all noise from the operating system's entropy, which is slower.
@@ -60,8 +60,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         expose_records: give hooks and events the batches, outputs and losses of training, which makes the run NOT
             PRIVATE.
         telemetry: metrics of the training to release with noise, each with its public range: `{"loss": (0, 10)}` for
-            the loss of a record, `{"accuracy": (0, 1)}` for a key of the outputs, with one value for each
-            record. `{"grad_norm": (0.1, 1.0, 10.0)}` gives thresholds instead, and releases the shares of records whose
+            the loss of a record, `{"accuracy": (0, 1)}` for a key of the outputs, with one value for each record.
+            `{"grad_norm": (0.1, 1.0, 10.0)}` gives thresholds instead, and releases the shares of records whose
             gradient norm is at most each of them, and an estimate of the median. They are recorded as `train/loss`,
             `train/accuracy` and so on, and epsilon covers them. Values outside of a range are clipped to it.
         telemetry_weight: a: each telemetry value of a record is a coordinate of its gradient, of length at most a C.

@@ -91,9 +91,9 @@ class Accountant:
 
     With a ledger, the count is the ledger's: the steps of every process that has continued from a checkpoint of this
     run. If several do at the same time, each looks at the budget and records its block under one lock, so that all
-    together stay within the budget. The ledger may have a budget for all runs on the dataset.
-    In a run over several processes the main one holds the ledger; the others have none, count alike, and take over its
-    `get_state` when a run is resumed.
+    together stay within the budget. The ledger may have a budget for all runs on the dataset. In a run over several
+    processes the main one holds the ledger; the others have none, count alike, and take over its `get_state` when a run
+    is resumed.
 
     Args:
         plan: the mechanism and the budget.

@@ -1,7 +1,7 @@
 """Clipping factors for per-record gradients.
 
-All arithmetic is in float32. A record whose gradient is not finite gets the factor zero, and users of the
-factors must omit its row: a product of zero and inf would be nan.
+All arithmetic is in float32. A record whose gradient is not finite gets the factor zero, and users of the factors must
+omit its row: a product of zero and inf would be nan.
 """
 
 from __future__ import annotations

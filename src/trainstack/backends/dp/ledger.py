@@ -1,13 +1,13 @@
 """`SpendLedger` writes the number of private steps to disk before they are taken.
 
-A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been
-seen, so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets
-the next 16 steps run. A normal end returns the unused rest with a further line. A run that is killed at
-any moment has recorded at least its steps, and at most a block more.
+A checkpoint knows the steps before it, but not those that ran after it and were lost; their results may have been seen,
+so they are spent. The ledger therefore records steps ahead, a block at a time: one synced line of the file lets the
+next 16 steps run. A normal end returns the unused rest with a further line. A run that is killed at any moment has
+recorded at least its steps, and at most a block more.
 
 Steps belong to the id of a run, which its checkpoints contain: all runs that resume from any of them and charge the
-same ledger, also at the same time, add to the same sum. All runs on a dataset may charge one ledger,
-which then has the sum over all of them.
+same ledger, also at the same time, add to the same sum. All runs on a dataset may charge one ledger, which then has the
+sum over all of them.
 """
 
 from __future__ import annotations

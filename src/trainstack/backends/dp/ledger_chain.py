@@ -1,8 +1,8 @@
 """`LedgerChain` reads and adds the lines of a privacy ledger, each of which holds the digest of the line before.
 
-A line is a digest and a JSON object, whose `prev` is the digest of the line before. Removing, changing or
-reordering lines changes all digests after them. Each checkpoint has the newest digest, so that a resume detects an
-older copy of the ledger. Lines of ledgers from before the chain (a digest of 16 digits) may come first.
+A line is a digest and a JSON object, whose `prev` is the digest of the line before. Removing, changing or reordering
+lines changes all digests after them. Each checkpoint has the newest digest, so that a resume detects an older copy of
+the ledger. Lines of ledgers from before the chain (a digest of 16 digits) may come first.
 """
 
 from __future__ import annotations

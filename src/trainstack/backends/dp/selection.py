@@ -14,9 +14,9 @@ def best_of_epsilon(history: Iterable[Sequence[float]], delta: float, mean_runs:
     """An upper bound of epsilon where only the best of K runs is released, K drawn from a Poisson distribution.
 
     Each run charges `history`, the same for all candidates, and is compared by a score that is part of it: computed
-    from its released weights and public data, or released with further noise, an entry (sigma, 1, 1) of `history`.
-    K is drawn before the first run, from secret entropy; with K = 0 nothing is released. K itself and the
-    other runs stay secret. If more than the best run is released, the charges of all runs add up instead.
+    from its released weights and public data, or released with further noise, an entry (sigma, 1, 1) of `history`. K is
+    drawn before the first run, from secret entropy; with K = 0 nothing is released. K itself and the other runs stay
+    secret. If more than the best run is released, the charges of all runs add up instead.
 
     With `(a, r(a))` the Renyi curve of one run and `d(a)` its delta at epsilon `log(1 + 1/(a - 1))`, the whole has the
     curve `r(a) + mean_runs d(a) + log(mean_runs) / (a - 1)`. Source: Papernot and Steinke, "Hyperparameter Tuning with

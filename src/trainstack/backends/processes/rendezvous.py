@@ -210,8 +210,7 @@ class Agreement:
 
     Rank 0 makes the name, and the others answer to it. An answer to the name of an earlier group has no effect: rank 0
     counts only answers to its name, and a rank accepts a name only after rank 0 has confirmed its answer, whose nonce
-    is
-    new for each attempt. A rank of another run, or without the token, is refused, and its place remains free.
+    is new for each attempt. A rank of another run, or without the token, is refused, and its place remains free.
 
     Attributes:
         refused: a message for each refused rank, by rank.

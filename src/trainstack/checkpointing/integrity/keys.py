@@ -21,8 +21,7 @@ def make_key(path: str | os.PathLike[str]) -> Path:
     """Write a new private key to the file `path`, and its public key to `path` with the suffix `.pub`.
 
     The private key is PKCS#8 in PEM without a password, and only its owner can read the file (mode 0600). Everyone who
-    has
-    it can sign in your name: store it outside of the folders of runs.
+    has it can sign in your name: store it outside of the folders of runs.
 
     Returns:
         The path of the public key.

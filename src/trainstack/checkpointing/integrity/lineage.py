@@ -43,8 +43,7 @@ class Ancestor:
         run_id: of the run that wrote it; None if unknown.
         global_step: global steps finished at that time; None if unknown.
         manifest: the SHA-256 of its manifest, 64 hexadecimal digits; None without one. It is also None for the
-            checkpoint
-            of a private run, whose states depend on records.
+            checkpoint of a private run, whose states depend on records.
         root: the hash over all its tensors, as in its manifest; None if `manifest` is.
     """
 

@@ -1,10 +1,9 @@
 """Signatures of checkpoints and exports by an Ed25519 key.
 
 The hashes in a manifest detect damage, but an attacker can compute bytes with the same hash (xxh3 is not
-cryptographic).
-So a signature covers the SHA-256 of every file of the folder, including the manifest. With it, it covers weights,
-arguments, position in the order, privacy spent, chain heads of step logs and lineage. It is a file of the folder,
-`SIGNATURE.json`, and so is copied and deleted with it.
+cryptographic). So a signature covers the SHA-256 of every file of the folder, including the manifest. With it, it
+covers weights, arguments, position in the order, privacy spent, chain heads of step logs and lineage. It is a file of
+the folder, `SIGNATURE.json`, and so is copied and deleted with it.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ def verify_signature(path: str | os.PathLike[str], public_key: str | os.PathLike
 
     Raises:
         SignatureError: there is no signature, it belongs to another key or another checkpoint, or files differ. The
-            message
-            names them.
+            message names them.
         MissingExtraError: `cryptography` is not installed.
         ConfigurationError: `public_key` is not an Ed25519 key.
         CheckpointNotFoundError: there is no checkpoint at `path`.

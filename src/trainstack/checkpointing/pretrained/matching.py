@@ -25,10 +25,8 @@ class WarmStartReport:
         missing: names of the model that the source lacks; they keep their initial values.
         unexpected: names of the source that the model lacks.
         mismatched: names of both with another shape or kind of dtype, with values that the model's dtype cannot
-            represent,
-            or with another value than a tensor that the model ties to it; each with the values of source and model.
-            They
-            keep their initial values.
+            represent, or with another value than a tensor that the model ties to it; each with the values of source and
+            model. They keep their initial values.
         part: the child of the model that loaded the weights, such as "model"; "" for the model itself. All names except
             `unexpected` are the model's, with this prefix.
     """

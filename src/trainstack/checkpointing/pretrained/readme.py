@@ -30,8 +30,7 @@ def render_readme(
     """Return the text of README.md for an export of `model_state`, the state of the module `owner`.
 
     `several` is True if its tensors are in several files, and `lineage` is that of the manifest. The front matter is
-    the
-    metadata of a model card; the fields of `card` take precedence over those that follow from the model.
+    the metadata of a model card; the fields of `card` take precedence over those that follow from the model.
     """
     facts = {"global steps": global_step, **(metadata or {})}
     left_out = facts.pop(LEFT_OUT, None) or {}

@@ -1,8 +1,7 @@
 """Checkpoints and exports in an object store: names, listing, upload, download and deletion.
 
 An entry is a folder `<name>.<hash>` with the hash of its manifest. The manifest contains the hashes of all files, so
-two
-processes that write the same key write the same bytes, and none can damage the files of another. The manifest is
+two processes that write the same key write the same bytes, and none can damage the files of another. The manifest is
 created last. A folder without one is not an entry.
 """
 

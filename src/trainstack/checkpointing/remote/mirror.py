@@ -90,8 +90,7 @@ class Mirror:
         Raises:
             LeaseError: another process owns it.
             CheckpointError: the store or the local folder cannot be used; or another process has written to it since
-                this one
-                owned it last.
+                this one owned it last.
         """
         if self._lease is not None:
             return

@@ -31,8 +31,8 @@ def require_store(address: str) -> None:
 class ObjectStore:
     """The objects below `address`. A key is a path relative to it, with slashes.
 
-    Credentials and endpoints come from the environment and the files of the packages, not from arguments.
-    Every failure is an OSError.
+    Credentials and endpoints come from the environment and the files of the packages, not from arguments. Every failure
+    is an OSError.
 
     Args:
         address: such as `s3://bucket/run`; of a scheme that `require_store` accepts.

@@ -36,8 +36,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     """The tensors in the files of a checkpoint or export, by their names there. A tensor is read at each access.
 
     Each returned tensor has separate memory on the CPU. A tensor of a dtype that safetensors lacks, such as complex128,
-    is
-    a 1-dim uint8 tensor here. Several threads may read at the same time.
+    is a 1-dim uint8 tensor here. Several threads may read at the same time.
 
     Args:
         root: the directory.
@@ -109,8 +108,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         """All tensors; those of more than `DEFERRED_BYTES` bytes are a `DeferredTensor`.
 
         All bytes are compared with their hashes now, unless they are already `verified`. Later reads are compared
-        again. The
-        files must not be moved as long as the tensors are used.
+        again. The files must not be moved as long as the tensors are used.
         """
         if not verified:
             self._compare_all()

@@ -211,9 +211,7 @@ def document_mask(segment_ids: Tensor, *, causal: bool = True, dtype: torch.dtyp
     Examples:
         >>> mask = ts.document_mask(torch.tensor([[1, 1, 2]]))
         >>> mask[0, 0].int()
-        tensor([[1, 0, 0],
-                [1, 1, 0],
-                [0, 0, 1]], dtype=torch.int32)
+        tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]], dtype=torch.int32)
     """
     allowed = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     if causal:

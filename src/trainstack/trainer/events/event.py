@@ -171,8 +171,7 @@ class Callback:
         ...             "epoch", epoch, "ends after", trainer.state.global_step, "steps"
         ...         )
         >>> ts.Trainer(module, args, callbacks=[Steps]).train()
-        epoch 0 ends after 4 steps
-        epoch 1 ends after 8 steps
+        epoch 0 ends after 4 steps epoch 1 ends after 8 steps
     """
 
     priority: int = 0

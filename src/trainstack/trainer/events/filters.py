@@ -132,8 +132,7 @@ def call_filter(
         ...     def on_train_step_end(self, trainer, step):
         ...         print("step", step)
         >>> ts.Trainer(module, args, callbacks=[Steps]).train()
-        step 4
-        step 8
+        step 4 step 8
     """
     settings = {"every": every, "once": once, "when": when}
     Filter(**settings)  # type: ignore[arg-type]

@@ -79,10 +79,9 @@ _FORBIDDEN_IN_NAMES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 class RunHistory:
     """Records metrics without reading them from the device, and answers questions about them.
 
-    A tensor given to `update_metric` is read on the first request for values (a reader, `get_state` or
-    `flush`), all pending tensors in one transfer per device and dtype. Until then it is kept alive, so
-    `flush` at log points. The trainer sets `current_step` and `current_epoch`; a record takes them unless
-    it is given its own.
+    A tensor given to `update_metric` is read on the first request for values (a reader, `get_state` or `flush`), all
+    pending tensors in one transfer per device and dtype. Until then it is kept alive, so `flush` at log points. The
+    trainer sets `current_step` and `current_epoch`; a record takes them unless it is given its own.
 
     Nothing is ever thrown away: a record takes about 34 bytes of memory, and 4 to 10 bytes of each checkpoint.
 
@@ -130,12 +129,11 @@ class RunHistory:
     ) -> None:
         """Add a value of metric `name`; a second value for the same step is a second record.
 
-        `value` is a number or a tensor with one element, on any device. A tensor is detached and not read
-        here; it must not be changed in place before it is read, which is noticed then.
+        `value` is a number or a tensor with one element, on any device. A tensor is detached and not read here; it must
+        not be changed in place before it is read, which is noticed then.
 
         `provenance` matters in private runs. They do not record a value that is `PRIVATE`, unless
-        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Declare another
-        provenance only if it is true.
+        `DifferentialPrivacyArguments(log_train_loss=True)` asks for it. Declare another provenance only if it is true.
 
         Raises:
             ConfigurationError: the name, the value, the step or the epoch cannot be recorded.

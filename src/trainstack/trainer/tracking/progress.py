@@ -27,8 +27,7 @@ class ProgressDisplay(ABC):
     The loop calls `poll` only when a step has been reached that `next_poll` names, so that a step costs one
     comparison of integers:
 
-        if done >= display.next_poll:
-            display.poll(done, loss)
+        if done >= display.next_poll: display.poll(done, loss)
 
     No method raises because the terminal is gone: the display falls silent.
     """
@@ -273,8 +272,8 @@ class PlainProgress(PacedProgress):
 class RichProgress(PacedProgress):
     """One bar, painted by the training thread itself at most ten times a second; no thread repaints it.
 
-    While it is open, text printed to `sys.stdout` and `sys.stderr` appears above the bar, if these are
-    terminals. Summaries wait for the next paint, so that many short epochs cost no more than a long one.
+    While it is open, text printed to `sys.stdout` and `sys.stderr` appears above the bar, if these are terminals.
+    Summaries wait for the next paint, so that many short epochs cost no more than a long one.
     """
 
     def __init__(self, stream: TextIO | None) -> None:

@@ -22,8 +22,7 @@ class DeterminismReport:
         steps: the number of compared global steps; 0 if the initial weights differ.
         difference: the first value that differs; None if all have the same bits.
         depends_on_hashes: whether two processes with different hashes of text (`PYTHONHASHSEED`) differ, and two with
-            equal
-            hashes do not.
+            equal hashes do not.
         sources: calls of user code for values that no seed determines. They need not have an influence.
         operators: operators that may give other bits in each run, here or on CUDA.
         cost: the CPU time of a step with `deterministic=True` divided by that without; None if it was not measured.

@@ -24,8 +24,7 @@ class Entry(NamedTuple):
     Attributes:
         step: the global step, counted from 1; 0 for the start.
         quantity: `"weights at the start"`, `"weights between steps"` (changes by hooks after the optimizer step),
-            `"random
-            state"`, `"data"`, `"forward"`, `"loss"`, `"backward"` or `"optimizer"`.
+            `"random state"`, `"data"`, `"forward"`, `"loss"`, `"backward"` or `"optimizer"`.
         name: of the submodule or parameter; "" if there is only one value.
         digest: of the bits.
     """

@@ -129,10 +129,10 @@ def shorten(error: BaseException) -> str:
 
 
 Observer = Callable[[Tensor, Tensor, Any], None]
-"""`observer(losses, norms, outputs)` gets values of a micro-batch before any noise: the losses of its
-records, float32 of shape `(records,)`; the joint L2 norms of their gradients before clipping, float32 of shape
-`(records,)`, inf or nan where a gradient is; and the outputs of `train_step`, with the records along dimension 0. All
-are detached. `loop` calls it for each record, with batches of one."""
+"""`observer(losses, norms, outputs)` gets values of a micro-batch before any noise: the losses of its records, float32
+of shape `(records,)`; the joint L2 norms of their gradients before clipping, float32 of shape `(records,)`, inf or nan
+where a gradient is; and the outputs of `train_step`, with the records along dimension 0. All are detached. `loop` calls
+it for each record, with batches of one."""
 
 
 class Unsupported(ConfigurationError):

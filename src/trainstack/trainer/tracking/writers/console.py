@@ -20,9 +20,9 @@ from trainstack.trainer.tracking.writers.base import Writer
 class QuietStream:
     """Wraps a text stream so that writing never raises: a run must outlive the terminal it was started from.
 
-    `gone` becomes true at the first failure (a broken pipe, a closed stream, a full disk), and nothing is
-    written from then on. Characters that the stream's encoding lacks are written as escapes. The stream is
-    borrowed: it is never closed here.
+    `gone` becomes true at the first failure (a broken pipe, a closed stream, a full disk), and nothing is written from
+    then on. Characters that the stream's encoding lacks are written as escapes. The stream is borrowed: it is never
+    closed here.
     """
 
     gone: bool
@@ -156,8 +156,8 @@ class StdoutWriter(Writer):
 
     The line of an epoch is a row of a table on a terminal, and `key=value` pairs elsewhere.
 
-    `stream` defaults to the `sys.stdout` at the time of a line; it is borrowed and never closed. A stream
-    that is gone (`train.py | head`) does not end the training.
+    `stream` defaults to the `sys.stdout` at the time of a line; it is borrowed and never closed. A stream that is gone
+    (`train.py | head`) does not end the training.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -51,8 +51,8 @@ class RowWriter(Writer):
 
     The history in a checkpoint is the truth, and the file is a view of it. When a run is resumed, the file is cut off
     after the rows of the checkpoint. Where one of these is missing or damaged, the file is written again, which the log
-    says. A file outside the folder of the run may be another run's: a fresh run renames it first, to
-    `metrics.1.csv`, `metrics.2.csv` and so on; so does a resumed run with a file of another format.
+    says. A file outside the folder of the run may be another run's: a fresh run renames it first, to `metrics.1.csv`,
+    `metrics.2.csv` and so on; so does a resumed run with a file of another format.
     """
 
     path: Path

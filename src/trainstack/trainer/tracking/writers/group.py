@@ -23,9 +23,9 @@ UPLOAD_PATIENCE_S = 3600.0  # the same, once it uploads files, which is one call
 class BackgroundWriter(Writer):
     """Hands the calls of `writer` to a thread, in order; `open` alone is called here and now.
 
-    An error of `writer` is raised by the next call. Where more calls wait than `most_waiting`, or when it closes,
-    the caller waits for as long as the thread gets on; `patience_s` seconds at a standstill are an error.
-    The thread is a daemon: a network that never answers keeps no process from ending.
+    An error of `writer` is raised by the next call. Where more calls wait than `most_waiting`, or when it closes, the
+    caller waits for as long as the thread gets on; `patience_s` seconds at a standstill are an error. The thread is a
+    daemon: a network that never answers keeps no process from ending.
     """
 
     def __init__(self, writer: Writer, *, most_waiting: int = MOST_WAITING, patience_s: float = PATIENCE_S) -> None:
