@@ -295,6 +295,17 @@ def test_the_digest_differs_for_different_batches(one: Any, other: Any, whole: b
     assert values[0] == values[1] != values[2]
 
 
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_digest_takes_all_elements_of_large_data_only_if_asked(make: Any, whole: bool) -> None:
+    one, other = make(10_000), make(10_000)
+    other[1] = 1.0
+    digests = [StreamDigest(), StreamDigest()]
+    for digest, batch in zip(digests, (one, other), strict=True):
+        digest.add(batch, whole=whole)
+    assert (digests[0].value == digests[1].value) is not whole
+
+
 def test_the_digest_of_a_set_does_not_depend_on_its_order() -> None:
     sets = [set(items) for items in ([0, 8], [8, 0])]  # the two hashes have the same place in a table of 8
     assert list(sets[0]) != list(sets[1])
