@@ -17,7 +17,9 @@ import trainstack as ts
 from tests.helpers.modules import arguments
 from tests.helpers.processes import run_world
 from tests.helpers.workers import streams
+from trainstack.backends import Communicator
 from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.sharding import StreamDigest
 
 together = pytest.mark.distributed
@@ -122,6 +124,18 @@ def test_ranks_train_on_their_parts_to_the_end_of_the_longest(ends: list[int], a
             name: ranks[0][name] for name in ("loss", "train", "steps", "planned", "batches")
         }
         assert rank["planned"] in ((rank["steps"],) if weigh else (None,))
+
+
+def test_one_rank_weighs_growing_batches_of_split_data_by_their_items() -> None:
+    counts = [(1.0, 3.0), (2.0, 2.0), (1.0, 9.0)]
+    source = PreshardedSource(list(chain(*counts)), 2, float, Communicator())
+    for step, pair in zip(source.iter_steps(), counts, strict=True):
+        shares: list[float] = []
+        for _, weight, _ in step.micro_batches:
+            assert weight <= 1
+            shares = [*(share * step.rescale for share in shares), weight]
+            step.rescale = 1.0
+        assert [share * step.scale for share in shares] == pytest.approx([count / sum(pair) for count in pair])
 
 
 @together
