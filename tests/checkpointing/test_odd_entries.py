@@ -26,7 +26,9 @@ from trainstack.checkpointing import (
     list_checkpoints,
     manifest,
 )
+from trainstack.checkpointing.directory import read_entry
 from trainstack.cli.main import main
+from trainstack.errors import CheckpointDamagedError
 
 FORMAT = json.dumps(manifest.FORMAT)
 
@@ -293,3 +295,15 @@ def test_a_missing_free_space_figure_is_logged_once(
     for mark in (1, 2):
         saver.save(make_checkpoint(mark, step=mark), mark)
     assert caplog.text.count("does not report its free space") == 1
+
+
+@pytest.mark.parametrize("has_tree", [False, True])
+def test_a_manifest_that_cannot_be_read_is_named(has_tree: bool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-000000001"
+    (path / "MANIFEST.json").mkdir(parents=True)
+    if has_tree:
+        (path / "state.json").write_bytes(b"{}")
+
+    entry = read_entry(path)
+    assert isinstance(entry, CheckpointDamagedError if has_tree else str)
+    assert "cannot be read: " in str(entry)

@@ -141,3 +141,15 @@ def test_a_module_that_was_refused_is_left_without_hooks(tmp_path: Path) -> None
     with pytest.raises(ts.PrivacyError, match=r"together than alone|when one is left out"):
         ts.Trainer(module, private(tmp_path, promise(noise_multiplier=1.0, grad_mode="hooks"))).train()
     assert not any(layer._forward_hooks or "activations" in vars(layer) for layer in module.modules())
+
+
+def test_an_error_of_torch_in_a_private_step_reaches_the_user(tmp_path: Path) -> None:
+    class Broken(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if global_step == 2:
+                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+            return super().train_step(global_step, batch, device)
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        ts.Trainer(Broken(), private(tmp_path)).train()
+    assert "In a private run" in "".join(raised.value.__notes__)

@@ -26,6 +26,7 @@ from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.record_streams import _GOLDEN, RecordStreams, _mixed, _wrapped
 from trainstack.backends.random_streams import RandomStreams, set_torch_state
 from trainstack.backends.workload import Draw
+from trainstack.trainer.resume.module_generators import without_generators
 from trainstack.trainer.resume.restoring import rng_of_rank
 
 MODES = {"loop": LoopMode, "vmap": VmapMode, "bookkeeping": BookkeepingMode}
@@ -277,6 +278,16 @@ def test_a_generator_that_cannot_be_seeded_is_refused(holder: str, tmp_path: Pat
     trainer = ts.Trainer(module, private(tmp_path, secret(debug_seed=None), train_batch_size=20))
     with pytest.raises(ts.PrivacyError, match=r"cannot be seeded"):
         trainer.train()
+
+
+def test_states_of_generators_are_removed_from_old_states() -> None:
+    old = {
+        "values": [[("generators", "rng"), 1], [("module", "generators"), 2]],
+        "added": [("generators", "other"), ("user", "count")],
+    }
+    assert without_generators(old) == {"values": [[("module", "generators"), 2]], "added": [("user", "count")]}
+    assert without_generators({"values": old["values"][:1], "added": old["added"][:1]}) is None
+    assert without_generators(None) is None
 
 
 @pytest.mark.usefixtures("unprobed")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.helpers.private_shapes import SHAPES, Plain, Shape, make, reference, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes import op_interceptor
 from trainstack.backends.dp.modes.base import GradientMode, Unsupported
 from trainstack.backends.dp.modes.param_uses import NormUse
 from trainstack.backends.dp.modes.selection import MODES, _Reference, choose_mode
@@ -120,6 +121,12 @@ def test_auto_takes_the_fastest_exact_mode(shape: str) -> None:
             chosen("auto", shape)
     else:
         assert chosen("auto", shape)[0].name == AUTOMATIC[shape]
+
+
+def test_a_product_with_a_transposed_weight_needs_no_copies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_interceptor, "FLOATS_OF_COPIES", 0)
+    mode, batches = chosen("bookkeeping", "language model head")
+    assert distance(summed(mode, batches(7, seed=1)), reference(mode.module, batches(7, seed=1), 1.0)) < 1e-5
 
 
 def test_auto_logs_its_choice_and_why_faster_modes_are_excluded(caplog: pytest.LogCaptureFixture) -> None:

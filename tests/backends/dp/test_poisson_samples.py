@@ -70,6 +70,15 @@ def test_memory_grows_with_the_sample_not_the_data_set(source: str, records: int
 
 
 @pytest.mark.parametrize("source", SOURCES)
+def test_normal_numbers_have_the_given_scale(source: str) -> None:
+    count = 20_000
+    numbers = SOURCES[source]().normal(1, count, torch.device("cpu"), 3.0)
+    assert numbers.shape == (count,)
+    assert abs(float(numbers.mean())) < 6 * 3.0 / math.sqrt(count)
+    assert abs(float(numbers.std()) / 3.0 - 1) < 6 / math.sqrt(2 * count)
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_rates_of_0_and_1_take_none_and_all(source: str) -> None:
     assert SOURCES[source]().mask(0, 10, 1.0).tolist() == list(range(10))
     assert len(SOURCES[source]().mask(0, 10, 0.0)) == 0

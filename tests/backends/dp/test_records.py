@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from trainstack.backends.dp.modes.base import Unsupported, rows_of
+from trainstack.backends.dp.sampling import count_records
+from trainstack.errors import PrivacyError
 
 Pair = namedtuple("Pair", "x y")
 
@@ -67,3 +69,26 @@ def test_two_columns_of_two_records_are_columns() -> None:
 def test_values_that_belong_to_no_particular_record_are_refused(batch: Any, named: str) -> None:
     with pytest.raises(Unsupported, match=named):
         rows_of(batch, 3, slice(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "records"),
+    [
+        (X, 3),
+        ((X, Y), 3),
+        ([["a", "b", "c"], X], 3),
+        ([X, ["a", "b"]], 3),
+        ({"inner": [["a", "b", "c"], X]}, 3),
+        ({"n": 7, "text": ["a", "b"]}, 2),
+        (["a", "b"], 2),
+        ([["a"], ["b"], ["c"]], 3),
+    ],
+)
+def test_the_first_item_of_a_batch_counts_its_records(batch: Any, records: int) -> None:
+    assert count_records(batch) == records
+
+
+@pytest.mark.parametrize("batch", [7, "text", {"n": 7}, torch.tensor(1.0)])
+def test_a_batch_without_rows_has_no_number_of_records(batch: Any) -> None:
+    with pytest.raises(PrivacyError, match="cannot tell how many records"):
+        count_records(batch)

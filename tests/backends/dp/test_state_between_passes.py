@@ -19,6 +19,7 @@ from trainstack.backends.dp.clipping import AdaptiveClipper, FlatClipper
 from trainstack.backends.dp.modes import base, vmap
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.selection import MODES, choose_mode
+from trainstack.backends.dp.sealed.plain_state import kept_of
 from trainstack.errors import ConfigurationError
 
 SCALAR = [mode for mode in MODES if mode != "ghost"]
@@ -440,3 +441,12 @@ def test_vmap_normalises_under_autocast(norm: nn.Module) -> None:
         found.append(mode.pop_sums())
     for mine, its in zip(*found, strict=True):
         assert float((mine - its).norm()) <= 0.05 * float(its.norm())  # both are rounded to bfloat16 on the way
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+def test_large_attributes_are_compared_without_a_copy(make: Any) -> None:
+    for count, is_large in ((2**19, False), (2**19 + 1, True)):  # 4 MiB
+        value = make(count, dtype=torch.float64 if make is torch.zeros else None)
+        kept = kept_of(value)
+        assert kept.is_large is is_large
+        assert (kept.value is value) is is_large

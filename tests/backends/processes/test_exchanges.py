@@ -29,7 +29,7 @@ def test_values_reach_all_ranks_and_refused_ones_raise_on_all() -> None:
         ]
         assert got["long"] == [0, 1000, 2000]
         assert got["objects"] == ["NoneType", *(["Span"] * 2 if rank else ["tuple"] * 2)]
-        days, day, numbers = got["said"]
+        days, day, numbers, save = got["said"]
         assert (
             days.removeprefix("ModuleContractError: rank 1: ")
             .removeprefix("ModuleContractError: ")
@@ -37,6 +37,8 @@ def test_values_reach_all_ranks_and_refused_ones_raise_on_all() -> None:
         )
         assert days.startswith("ModuleContractError: rank 1: ") == (rank != 1)
         assert "a day: the value is a datetime.date" in day
+        assert "a save: the value[0] is a datetime.date" in save
+        assert save.startswith("ModuleContractError: rank 1: ") == (rank != 1)
         assert numbers == "PeerError: numbers: the ranks sum different amounts of numbers: [0, 50, 100]."
     assert ranks[0]["sums"] == ranks[1]["sums"] == ranks[2]["sums"], "the same bits"
     expected = [(1e16 + -1e16 + 1.0).hex(), (0.0 + 0.2 + 0.1).hex()]

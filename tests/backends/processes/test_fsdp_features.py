@@ -16,6 +16,8 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import sharded_features
 from tests.helpers.workers.sharded_features import EQUAL, OPTIMIZERS, optimizes, run
 from tests.helpers.workers.sharded_models import Block, Language, tied_blocks
+from trainstack.backends import SingleProcess
+from trainstack.backends.fsdp import FSDP
 from trainstack.backends.model_units import find_units
 from trainstack.errors import ConfigurationError
 
@@ -103,6 +105,21 @@ def test_units_may_be_named_by_module_class_and_name() -> None:
     assert names_of(module, find_units(module)) == ["model.blocks.0", "model.blocks.1", "model.head"]
     assert names_of(module, find_units(module, [nn.Embedding])) == ["model.table"]
     assert find_units(module, []) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["model.blocks.0", "model.blocks.1"]),
+        ({"find_unused_parameters": True}, []),
+        ({"units": nn.Embedding}, ["model.table"]),
+        ({"units": nn.Embedding, "find_unused_parameters": True}, ["model.table"]),
+    ],
+)
+def test_unused_parameters_allow_no_units_by_default(options: dict[str, Any], names: list[str]) -> None:
+    module = Holds(Language())
+
+    assert names_of(module, FSDP(SingleProcess(), **options).gathered_parts(module)) == names
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def values() -> Any:
     said = [error_of(lambda: comm.gather({"day": [date.min] if RANK == 1 else []}, "days"))]
     said.append(error_of(lambda: comm.broadcast_object(date.min, "a day")))
     said.append(error_of(lambda: comm.sum([1.0] * 50 * RANK, "numbers")))
+    said.append(error_of(lambda: comm.gather_to_main([date.min] if RANK == 1 else [], "a save")))
     result = {
         "state": torch.equal(received["big"], state["big"]) and received["texts"] == state["texts"],
         "tied": received["tied"] is received["big"],

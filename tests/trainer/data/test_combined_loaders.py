@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 import trainstack as ts
 from tests.helpers.processes import run_world
 from tests.helpers.workers.token_data import Sequences, Stream, pad, run, several
+from trainstack.trainer.data.library_orders import CombinedOrder
 
 
 def names(step: list[list[Any]]) -> dict[str, list[int]]:
@@ -183,3 +184,8 @@ def test_loaders_that_cannot_be_combined_are_refused(tmp_path: Path) -> None:
         run(lambda *_: {"one": 1}, directory=directory)
     with pytest.raises(ts.ModuleContractError, match="an empty dict"):
         run(lambda *_: {}, directory=directory)
+
+
+def test_the_sampler_of_a_combined_loader_gives_each_position() -> None:
+    order = CombinedOrder(range(3), "two loaders")
+    assert (list(order), len(order), order.describe()) == ([0, 1, 2], 3, "two loaders")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 import trainstack as ts
 from tests.helpers.modules import Classifier, Noisy, arguments, numbers, train
 from trainstack.trainer.core.order import DataOrder, mix
+from trainstack.trainer.data.loading import _as_rows
 
 
 def order(**changes: Any) -> DataOrder:
@@ -89,6 +91,40 @@ def test_a_subset_of_tensors_is_indexed_like_the_subset(tmp_path: Path) -> None:
     train(module, tmp_path)
 
     assert torch.equal(torch.tensor(module.samples), numbers(20).tensors[0][[19, 17, 15, 13, 11, 9, 7, 5], 0])
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        range(5, 0, -2),
+        [3, 1],
+        (3, np.int64(1)),
+        np.array([3, 1], dtype=np.uint8),
+        torch.tensor([3, 1]),
+        torch.tensor([3, 1], dtype=torch.int8),
+    ],
+)
+def test_integers_of_a_subset_select_rows(indices: Any) -> None:
+    rows = _as_rows(indices)
+    assert rows is not None
+    assert rows.dtype is torch.int64
+    assert rows.tolist() == [int(index) for index in indices]
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [True, False],
+        np.array([True, False]),
+        torch.tensor([True, False]),
+        torch.tensor([1, 0], dtype=torch.uint8),
+        torch.tensor([1.0, 0.0]),
+        torch.tensor([[1, 0]]),
+        ["1"],
+    ],
+)
+def test_masks_and_other_indices_of_a_subset_are_left_to_it(indices: Any) -> None:
+    assert _as_rows(indices) is None
 
 
 class Marked(torch.Tensor):

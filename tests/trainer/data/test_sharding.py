@@ -17,7 +17,9 @@ import trainstack as ts
 from tests.helpers.modules import arguments
 from tests.helpers.processes import run_world
 from tests.helpers.workers import streams
+from trainstack.backends import Communicator
 from trainstack.trainer.data.epochs import set_epoch
+from trainstack.trainer.data.presharded import PreshardedSource
 from trainstack.trainer.data.sharding import StreamDigest
 
 together = pytest.mark.distributed
@@ -122,6 +124,18 @@ def test_ranks_train_to_the_end_of_the_longest_part(ends: list[int], accumulatio
             name: ranks[0][name] for name in ("loss", "train", "steps", "planned", "batches")
         }
         assert rank["planned"] in ((rank["steps"],) if weigh else (None,))
+
+
+def test_one_rank_weighs_growing_batches_of_split_data_by_their_items() -> None:
+    counts = [(1.0, 3.0), (2.0, 2.0), (1.0, 9.0)]
+    source = PreshardedSource(list(chain(*counts)), 2, float, Communicator())
+    for step, pair in zip(source.iter_steps(), counts, strict=True):
+        shares: list[float] = []
+        for _, weight, _ in step.micro_batches:
+            assert weight <= 1
+            shares = [*(share * step.rescale for share in shares), weight]
+            step.rescale = 1.0
+        assert [share * step.scale for share in shares] == pytest.approx([count / sum(pair) for count in pair])
 
 
 @together
@@ -293,6 +307,17 @@ def test_the_digest_differs_for_different_batches(one: Any, other: Any, whole: b
         values.append(digest.value)
 
     assert values[0] == values[1] != values[2]
+
+
+@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_digest_takes_all_elements_of_large_data_only_if_asked(make: Any, whole: bool) -> None:
+    one, other = make(10_000), make(10_000)
+    other[1] = 1.0
+    digests = [StreamDigest(), StreamDigest()]
+    for digest, batch in zip(digests, (one, other), strict=True):
+        digest.add(batch, whole=whole)
+    assert (digests[0].value == digests[1].value) is not whole
 
 
 def test_the_digest_of_a_set_is_independent_of_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import rank_states
 from trainstack.backends import Communicator
 from trainstack.checkpointing.reading import read_states
+from trainstack.trainer.resume.own_states import _without_buffers
 from trainstack.trainer.resume.rank_states import apply_part, describe_place, divide_by_rank
 
 
@@ -92,6 +94,19 @@ def test_a_part_replaces_the_leaves_of_its_tree() -> None:
 
     assert apply_part(tree, part) == {"a": {"b": 10, "c": {"f": {"g": 1}}}, "e": [4]}
     assert tree == {"a": {"b": 1, "c": {"d": 2}}, "e": [3]}
+
+
+def test_leaves_of_buffers_are_split_from_the_others() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    context: Any = SimpleNamespace(module=module)
+    mean, count, other = ["mean"], ["count"], ["other"]
+    part = {"count": count, "state_dict": {"0.running_mean": mean, "0.weight": other}}
+
+    assert _without_buffers(part, context) == (
+        {"count": count, "state_dict": {"0.weight": other}},
+        {"state_dict": {"0.running_mean": mean}},
+    )
+    assert _without_buffers(mean, context) == (mean, {})
 
 
 @pytest.mark.processes

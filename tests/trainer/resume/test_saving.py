@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, train, weights
+from trainstack.backends import Communicator, World
 from trainstack.checkpointing import list_checkpoints, read_checkpoint
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.core.intervals import whole_steps
 from trainstack.trainer.core.plan import TrainingPlan
+from trainstack.trainer.resume.rank_zero import wait_for_rank_zero
 
 
 class Scored(Classifier):
@@ -149,3 +152,34 @@ def test_an_unlogged_monitor_is_named_at_the_first_validation(tmp_path: Path) ->
     keep = saving(every_n_steps=2, keep_last=1, keep_best=1, monitor="val/f1")
     with pytest.raises(ts.ConfigurationError, match=r"'val/f1' has been recorded.*train/loss_epoch, val/loss"):
         train(Classifier(validate=True), tmp_path, epochs=2, checkpointer_args=keep)
+
+
+class _Texts(Communicator):
+    """Two ranks in one process that share a store."""
+
+    size = 2
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.texts = texts
+
+    def put(self, name: str, text: str) -> None:
+        self.texts[name] = text
+
+    def get_if_all(self, names: Sequence[str]) -> list[str] | None:
+        found = [self.texts[name] for name in names if name in self.texts]
+        return found if len(found) == len(names) else None
+
+
+def test_other_ranks_answer_each_request_of_rank_0_in_order() -> None:
+    texts: dict[str, str] = {}
+    main, other = (
+        World(rank=rank, size=2, local_rank=0, device=torch.device("cpu"), comm=_Texts(texts)) for rank in range(2)
+    )
+    with wait_for_rank_zero(main, "a task", 60.0) as ask:
+        for request in ("first", "second", "third"):
+            ask(request)
+
+    answered: list[str] = []
+    with wait_for_rank_zero(other, "a task", 0.5, answered.append):
+        pass
+    assert answered == ["first", "second", "third"]

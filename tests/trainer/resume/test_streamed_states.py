@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from trainstack.checkpointing import Checkpoint, read_checkpoint, write_checkpoi
 from trainstack.checkpointing.checksums import CHUNK_BYTES
 from trainstack.checkpointing.reading import read_deferred
 from trainstack.errors import CheckpointDamagedError
+from trainstack.trainer.resume.loading import _received, _Sent
 from trainstack.trainer.resume.own_states import has_memory_for, update_module
 
 VALUES = torch.arange(12.0).reshape(3, 4)
@@ -54,6 +57,16 @@ def test_a_tensor_that_occurs_several_times_stays_shared() -> None:
     outline, tensors = split(tree, lambda tensor: True, lambda number, tensor: number)
     assert outline == {"b": [0, (0, 1)], "a": {"c": 0}}
     assert len(tensors) == 1
+
+
+def test_received_states_have_the_containers_of_the_sent_ones() -> None:
+    one, other = deferred(), deferred()
+    outline, tensors = split({"a": [one, (other, 1)], "b": deque([one, 2], 3)}, lambda tensor: True, _Sent.of)
+
+    found = _received(outline, SimpleNamespace(tensors=tensors))  # type: ignore[arg-type]
+    assert found["a"][0] is found["b"][0] is one
+    assert found["a"][1][0] is other
+    assert (type(found["b"]), found["b"][1], found["b"].maxlen) == (deque, 2, 3)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ VARIANTS = {
     "requires_grad": "requires_grad=True on rank 0 and (8, 6), float32, requires_grad=False on rank 1",
     "mode": "training=True on rank 0 and Dropout(p=0.0, inplace=False), training=False on rank 1",
     "compile": "compile is True on rank 0 and missing on rank 1. Also different: compile.mode",
-    "version": f"the version of trainstack is {ts.__version__} on rank 0 and 0.0.1 on rank 1",
+    "version": f"the version of trainstack is {ts.__version__!r} on rank 0 and '0.0.1' on rank 1",
     "tf32": "torch's float32 matmul precision is highest on rank 0 and high on rank 1",
     "swapped optimizers": "the class of optimizer 0 is SGD on rank 0 and Adam on rank 1",
     "swapped groups": "the parameters of optimizer 0, group 0 is net.0.weight on rank 0 and net.3.bias on rank 1",
