@@ -12,7 +12,9 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 PACKAGES = (
@@ -28,6 +30,7 @@ PACKAGES = (
     "trainstack.verifying",
     "trainstack.testing",
 )
+_METHODS = (FunctionType, property, cached_property, classmethod, staticmethod)
 
 
 def names_of(package: str) -> dict[str, object]:
@@ -63,7 +66,7 @@ def undocumented_methods(owner: type) -> list[str]:
         for name in own
         if not name.startswith("_")
         and name not in events
-        and (inspect.isroutine(getattr(owner, name)) or isinstance(getattr(owner, name), property))
+        and isinstance(inspect.getattr_static(owner, name), _METHODS)
         and not inspect.getdoc(getattr(owner, name))
     ]
 

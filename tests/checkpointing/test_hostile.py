@@ -292,7 +292,7 @@ def test_the_campaign_finds_accepted_damages_and_unexpected_errors(
     assert hostile_checkpoints.damage(20, 0, tmp_path).faults
 
     def reading(path: Path) -> None:
-        if path.name != "honest":
+        if path.name != "correct":
             (tmp_path / "written").write_text("x")
             raise KeyError
 

@@ -67,7 +67,7 @@ def test_a_run_at_an_address_starts_again_from_the_config_there(
     assert main(["train", "--config", f"{address}/config.yaml", "--output_dir", "two"]) == 0
     again: Any = read_yaml("two/config.yaml")
     assert {**found, "output_dir": "two"} == again
-    ends = [read_checkpoint(fetch(address)), read_checkpoint(next(Path("two/checkpoints").glob("*4")))]
+    ends = [read_checkpoint(fetch(address)), read_checkpoint(next(Path("two/checkpoints").glob("checkpoint-0*4")))]
     one, other = (end.module_interface_state or {} for end in ends)
     assert one
     assert all(torch.equal(one[name], other[name]) for name in one)

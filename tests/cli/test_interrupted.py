@@ -17,7 +17,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in sorted(DOCS.rglob("*.md"))
-    for number, block in enumerate(re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.M | re.S))
+    for number, block in enumerate(re.findall(r"^```[^\n]*\n(.*?)^```$", page.read_text(), re.M | re.S))
     if "#SBATCH" in block
 ]
 STATUSES = (None, "interrupted", "finished", "stopped", "failed", "running")

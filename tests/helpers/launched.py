@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import trainstack as ts
 from trainstack import ranks
-from trainstack.launching import worker
 
 
 def rank() -> int:
@@ -185,20 +184,3 @@ def train_in_the_default_folder(directory: str, *, is_killed: bool) -> tuple[str
     found = str(trainer.output_dir), trainer.state.global_step
     trainer.close()
     return found
-
-
-class WorkHere:
-    """`worker.work` with the environment and the output of the caller, for a process that another one forks."""
-
-    def __init__(self, caller: int = 0, environment: dict[str, str] | None = None) -> None:
-        self.caller, self.environment = caller, environment or {}
-        self.__name__ = self.__qualname__ = "work"  # torch reads both
-
-    def __reduce__(self) -> Any:
-        return WorkHere, (os.getpid(), dict(os.environ))
-
-    def __call__(self, call: bytes, output: str) -> None:
-        os.environ.update(self.environment)
-        for number in (1, 2):
-            os.dup2(os.open(f"/proc/{self.caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
-        worker.work(call, output)

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +28,6 @@ import trainstack as ts
 from tests.helpers import launched, torchrun_script
 from tests.helpers.patience import patience
 from tests.helpers.processes import free_port
-from tools.kills.__main__ import preloaded
-from trainstack.launching import agent
 from trainstack.launching import launch as launching
 from trainstack.launching.options import check_options
 from trainstack.launching.watchdog import WorkerWatchdog, launch_error
@@ -51,15 +48,6 @@ def no_file_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     left = [path.name for path in temporary.iterdir() if not path.name.startswith("pymp-")]  # removed at exit
     assert left == []
-
-
-@pytest.fixture(autouse=True)
-def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork processes from one that has imported torch. The scripts below start new interpreters."""
-    preloaded()
-    configure = launching._config
-    monkeypatch.setattr(launching, "_config", lambda *given: replace(configure(*given), start_method="forkserver"))
-    monkeypatch.setattr(agent, "work", launched.WorkHere())
 
 
 def surroundings() -> dict[str, Any]:
@@ -199,8 +187,8 @@ def test_ranks_that_are_killed_twice_restart(caplog: pytest.LogCaptureFixture) -
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
-    with pytest.raises(ts.LaunchError, match="still running after timeout_s=3") as caught:
-        launch(launched.sleep, pids, nproc=1, timeout_s=3, grace_s=1)
+    with pytest.raises(ts.LaunchError, match="still running after timeout_s=6") as caught:
+        launch(launched.sleep, pids, nproc=1, timeout_s=6, grace_s=1)
     assert f"\n  rank 0: sleep, at {launched.__file__}:" in str(caught.value) or not list(pids.iterdir())
     assert not any(is_running(int(path.name)) for path in pids.iterdir())
 

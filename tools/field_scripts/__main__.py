@@ -59,7 +59,7 @@ SCRIPTS = (
     Script("glue", "huggingface/transformers run_glue_no_trainer", "self.plan.total_steps for the schedule"),
     Script("fsdp2", "pytorch/examples distributed/FSDP2", 'backend="fsdp" in two processes'),
 )
-WITHOUT_COUNTERPART = {"mnist_hogwild": "processes update shared weights without order: no two runs have equal bits"}
+WITHOUT_COUNTERPART = {"mnist_hogwild": "processes update shared weights without order, so two runs differ"}
 
 
 def script(name: str) -> ModuleType:

@@ -451,8 +451,9 @@ def test_names_collected_in_a_set_resume_under_any_hash_seed(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
-    orders = "import json, sys; print(json.dumps(list(set(sys.argv[1:]))))"
-    seed = next(seed for seed in range(1, 99) if python(seed, orders, *order) != order)
+    names = [name for name, _ in Collecting().named_parameters()]
+    orders = "import json, sys; print(json.dumps(list(set(dict.fromkeys(sys.argv[1:])))))"
+    seed = next(seed for seed in range(1, 99) if python(seed, orders, *names) != order)
     other, resumed = python(seed, call, str(tmp_path / "cut"), "2")
 
     assert other != order

@@ -321,7 +321,7 @@ def test_writers_are_built_from_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given_writers", "message"),
     [
-        (["tensorbord"], r"'tensorbord'. Did you mean 'tensorboard'\? Known: 'stdout', 'csv', 'jsonl', 'tensorboard'"),
+        (["tensorbord"], r"'tensorbord'. Did you mean 'tensorboard'\? Known: 'stdout', 'logging', 'csv', 'jsonl', "),
         (["CSV"], r"Did you mean 'csv'\?"),
         (["aml"], "'aml' .* not offered. Write 'mlflow'"),
         ("csv", r"one string, 'csv'; write \['csv'\]"),
