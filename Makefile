@@ -146,6 +146,7 @@ $(VENV)/.stamp-demo: pyproject.toml constraints.txt constraints-3.10.txt
 	@$(PIP) --no-compile torch
 	@echo "[setup] 3/3 installing trainstack and the packages of the demo (about a quarter of a minute)"
 	@$(PIP) --no-compile --editable '.[$(DEMO_EXTRAS)]'
+	@$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib || true # on all cores, unlike pip; templates in packages fail
 	@touch $@
 	@echo "[setup] done"
 
