@@ -27,9 +27,9 @@ export NO_MKDOCS_2_WARNING = 1
 demo: $(VENV)/.stamp-demo ## half a minute: train, kill and resume, replay, use two processes, and train privately
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Processes at a time, unless JOBS says. For 2 cores: a third hides the seconds in which tests of several processes wait.
+# JOBS processes at a time. On 2 cores, four: tests of several processes wait for each other for a third of their time.
 test: $(VENV)/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
-	$(BIN)/python -m pytest -n $(or $(JOBS),3) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist worksteal $(ARGS)
 
 test-fast: $(VENV)/.stamp ## the tests that start no process and are not slow, in less than two minutes
 	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal --fast $(ARGS)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import trainstack.checkpointing
-from trainstack.checkpointing import AbstractCheckpointer, Checkpoint, DefaultCheckpointerArguments
+from tests.helpers.modules import InMemory
+from trainstack.checkpointing import DefaultCheckpointerArguments
 from trainstack.errors import ConfigurationError
 
 
@@ -76,16 +77,6 @@ def test_every_argument_is_read() -> None:
 
 @pytest.mark.spec("PMT-08")
 def test_a_custom_checkpointer_needs_two_methods() -> None:
-    class InMemory(AbstractCheckpointer):
-        kept = Checkpoint()
-
-        def save(self, checkpoint_state: Checkpoint, index: int, force: bool = False) -> str | None:
-            self.kept = checkpoint_state
-            return "memory"
-
-        def load(self, resume: bool | str | os.PathLike[str] | None = None) -> Checkpoint:
-            return self.kept
-
     own = InMemory()
     assert own.save_model({}, 1) is None
     assert own.every_n_steps is None

@@ -27,6 +27,20 @@ REPRODUCIBLE = ts.DifferentialPrivacyArguments(
 """For runs of private backends that are compared with each other; they are not private."""
 
 
+class InMemory(ts.AbstractCheckpointer):
+    """A checkpointer with the two required methods only. `kept` has all checkpoints."""
+
+    def __init__(self) -> None:
+        self.kept: list[ts.Checkpoint] = []
+
+    def save(self, checkpoint_state: ts.Checkpoint, index: int, force: bool = False) -> str | None:
+        self.kept.append(checkpoint_state)
+        return "memory"
+
+    def load(self, resume: Any = None) -> ts.Checkpoint:
+        return self.kept[-1] if self.kept else ts.Checkpoint()
+
+
 def numbers(count: int, *, dtype: torch.dtype = torch.float32, seed: int = 1) -> TensorDataset:
     """`count` samples with a class each."""
     generator = torch.Generator().manual_seed(seed)

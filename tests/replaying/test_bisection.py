@@ -194,7 +194,7 @@ def test_the_command_replays_the_targets(
     assert main([*words, "--target", f"{here}:plain_module", "--other-target", f"{here}:bit_module"]) == 1
     said = capsys.readouterr().out
     assert f"{runs['bit']}:\nreplays steps 9 to 11 from checkpoint-000000008 with 1 process\n" in said
-    assert f"the runs part at global step {STEP}: optimizer (net.3.weight); the same until global step 9\n" in said
+    assert f"the runs diverge at global step {STEP}: optimizer (net.3.weight); the same until global step 9\n" in said
 
 
 def test_wrong_command_line_arguments_are_refused_with_a_correction(capsys: pytest.CaptureFixture[str]) -> None:

@@ -188,7 +188,7 @@ def test_the_report_of_several_runs_has_the_first_difference(runs: dict[str, Pat
     shown = page_of([read_run(folder, name) for folder, name in ((runs["steps"], "one"), (other, "two"))])
 
     assert "First difference from one" in shown
-    assert "the runs part at global step 2: forward; the same until global step 1" in shown
+    assert "the runs diverge at global step 2: forward; the same until global step 1" in shown
     assert "because the starts differ: arguments.max_grad_norm (1.0 and 0.001)." in shown
 
 
@@ -360,7 +360,7 @@ def test_the_command_has_an_exit_code_for_each_answer(tmp_path: Path, capsys: py
     assert main(["compare", str(one), str(one)]) == 0
     assert capsys.readouterr().out == "same records in 2 global steps\n"
     assert main(["compare", str(one), str(two)]) == 1
-    assert "the runs part at global step 2: forward; the same until global step 1" in capsys.readouterr().out
+    assert "the runs diverge at global step 2: forward; the same until global step 1" in capsys.readouterr().out
     assert main(["compare", str(one), str(two), "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert (answer["same"], answer["step"], answer["quantity"], answer["same_until"]) == (False, 2, "forward", 1)

@@ -21,7 +21,7 @@ from trainstack.verifying.script_checks.sources import Source
 _ABOUT = (
     "Train a few global steps of a module on the CPU and evaluate two validation batches, in a temporary folder, and "
     "look for common mistakes. FILE.py:MODULE takes the options of `trainstack train`. FILE.py alone runs the script "
-    "until it trains, with the words behind --, and checks that training; a file that does not train has to define one "
+    "until it trains, with the words after --, and checks that training; a file that does not train has to define one "
     "module. Exit code 0: no problem; 1: problems; 2: the script cannot be checked."
 )
 
@@ -35,7 +35,7 @@ class _Subject(NamedTuple):
 
 
 def script_in(words: Sequence[str]) -> str | None:
-    """The script that the words behind `doctor` name; None where they name backend strings."""
+    """The script that the words after `doctor` name; None where they name backend strings."""
     named = [word for word in words if word.endswith(".py") or ".py:" in word]
     first = words[0] if words and ":" in words[0] else None  # package.module:NAME
     return first or next(iter(named), None)
@@ -72,7 +72,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of this command, and those behind `--`, which the script gets."""
+    """The words of this command, and those after `--`, which the script gets."""
     left = list(words)
     at = left.index("--") if "--" in left else len(left)
     return left[:at], left[at + 1 :]

@@ -1,4 +1,4 @@
-"""`trainstack compare RUN RUN` says at which global step two runs part, and why."""
+"""`trainstack compare RUN RUN` says at which global step two runs diverge, and the cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainstack.trainer.run_files import CONFIG
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    about = "find the first global step at which two runs part, and why, from their step logs"
+    about = "find the first global step at which two runs diverge, and the cause, from their step logs"
     parser = subparsers.add_parser("compare", help=about, description=about)
     parser.add_argument("runs", metavar="RUN", nargs=2, type=Path, help="the output_dir of a run")
     parser.add_argument("--target", metavar="TARGET", help=f"the module or its function, for replays. {FORM}")

@@ -16,7 +16,7 @@ _ABOUT = COMMANDS["completion"]
 
 
 class _Words(NamedTuple):
-    """The words behind a command, each with its help."""
+    """The words after a command, each with its help."""
 
     command: str
     commands: dict[str, str]

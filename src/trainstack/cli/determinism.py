@@ -38,7 +38,7 @@ OPTION = "--determinism"
 
 
 def run(words: Sequence[str]) -> int:
-    """Check the target behind `--determinism`. Returns the exit code."""
+    """Check the target after `--determinism`. Returns the exit code."""
     target, options = _split(words)
     with_help = "--help" in options or "-h" in options
     try:
@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
             made_by = None if with_help or not target else load_target(target)
         given, arguments, parameters = _read(target, made_by, options)
         if made_by is None:
-            raise ConfigurationError("--determinism needs FILE.py:MODULE behind it.")
+            raise ConfigurationError("--determinism needs FILE.py:MODULE after it.")
         make = partial(made_by, **parameters)
         _check(arguments)
         if given.answer is not None:

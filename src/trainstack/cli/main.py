@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": "print how a global batch is split and how many steps a run has",
     "doctor": "print versions, and try backend strings on this machine, each in one step of a small model",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
-    "compare": "find the first global step at which two runs part, and why, from their step logs",
+    "compare": "find the first global step at which two runs diverge, and the cause, from their step logs",
     "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
     "else 1",
     "replay": "make recorded steps of a run again in new processes, and compare every recorded bit",
@@ -41,7 +41,7 @@ COMMANDS = {
 """The commands with their help. `module_of` imports the module of a command when it is chosen.
 
 It has `add(subparsers)`, which sets the default `run`: arguments to exit code. Those of `READ_WORDS`, whose options
-are the fields of `TrainerArguments`, have `run(command, words)` for the words behind their name, and
+are the fields of `TrainerArguments`, have `run(command, words)` for the words after their name, and
 `make_parser(command)`.
 """
 

@@ -156,7 +156,7 @@ class Inputs:
         """Take the words, the variables and the files that they name; returns the words that are not fields.
 
         Args:
-            words: of the command line, behind the target.
+            words: of the command line, after the target.
             environ: the variables.
             defaults: values that all others override, and the name of their file.
 

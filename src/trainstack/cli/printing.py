@@ -112,7 +112,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, spare:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for number, row in enumerate(table):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if number == 0 and _has_colours() else f"{line}\n")
+        sys.stdout.write(f"\x1b[1m{line}\x1b[0m\n" if number == 0 and _has_colors() else f"{line}\n")
     if left_out:
         print_line(f"left out: {', '.join(left_out)}; --wide for all columns")
 
@@ -125,7 +125,7 @@ def _width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequ
     return sum(kept) + 2 * (len(kept) - 1)
 
 
-def _has_colours() -> bool:
+def _has_colors() -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
@@ -217,7 +217,7 @@ class OutputOptions(NamedTuple):
 
 
 def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]:
-    """The words without these options, and the options. Words behind `--` belong to a script.
+    """The words without these options, and the options. Words after `--` belong to a script.
 
     Raises:
         ConfigurationError: the value of `--color` is unknown, or both `-q` and `-v` are given.

@@ -34,7 +34,7 @@ def run(command: str, words: Sequence[str]) -> int:
 
 
 def split_target(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The module that the words behind `command` name, and the words after it; None to print the help.
+    """The module that the words after `command` name, and the other words; None to print the help.
 
     Raises:
         ConfigurationError: neither the words nor the files of `--config` name one.

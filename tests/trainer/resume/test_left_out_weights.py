@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainstack as ts
-from tests.helpers.modules import numbers
+from tests.helpers.modules import InMemory, numbers
 from trainstack.cli.main import main
 from trainstack.errors import CheckpointMismatchError
 
@@ -199,19 +199,10 @@ def test_a_private_run_resumes_from_its_adapters(tmp_path: Path) -> None:
 
 
 def test_a_custom_checkpointer_gets_frozen_weights(tmp_path: Path) -> None:
-    kept: list[ts.Checkpoint] = []
-
-    class InMemory(ts.AbstractCheckpointer):
-        def save(self, checkpoint_state: ts.Checkpoint, index: int, force: bool = False) -> str | None:
-            kept.append(checkpoint_state)
-            return "memory"
-
-        def load(self, resume: Any = None) -> ts.Checkpoint:
-            return ts.Checkpoint()
-
+    checkpointer = InMemory()
     module = ts.SupervisedModule(Net(), nn.functional.cross_entropy, "adamw", numbers(16))
     args = ts.TrainerArguments(epochs=1, train_batch_size=8, writers=[], progress="none", output_dir=tmp_path)
-    ts.Trainer(module, args, checkpointer=InMemory()).train()
+    ts.Trainer(module, args, checkpointer=checkpointer).train()
 
     names = {name for name, _ in module.named_parameters()}
-    assert names <= set(kept[-1].module_interface_state or {})
+    assert names <= set(checkpointer.kept[-1].module_interface_state or {})

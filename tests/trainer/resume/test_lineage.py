@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, numbers, train
+from tests.helpers.modules import Classifier, InMemory, numbers, train
 from tests.helpers.private_runs import private
 from trainstack.backends import Communicator, World
 from trainstack.checkpointing import list_checkpoints, read_lineage
@@ -207,23 +207,14 @@ def train_private(directory: Path, epochs: int) -> None:
 
 
 def test_a_custom_checkpointer_receives_and_continues_the_lineage(tmp_path: Path) -> None:
-    kept: list[ts.Checkpoint] = []
-
-    class InMemory(ts.AbstractCheckpointer):
-        def save(self, checkpoint_state: ts.Checkpoint, index: int, force: bool = False) -> str | None:
-            kept.append(checkpoint_state)
-            return "memory"
-
-        def load(self, resume: Any = None) -> ts.Checkpoint:
-            return kept[-1] if kept else ts.Checkpoint()
-
+    checkpointer = InMemory()
     for epochs in (1, 2):
         args = ts.TrainerArguments(
             output_dir=str(tmp_path), epochs=epochs, train_batch_size=8, resume="auto", progress="none"
         )
-        ts.Trainer(Classifier(), args, checkpointer=InMemory()).train()
+        ts.Trainer(Classifier(), args, checkpointer=checkpointer).train()
 
-    first, last = kept[0], kept[-1]
+    first, last = checkpointer.kept[0], checkpointer.kept[-1]
     assert first.lineage is not None
     assert first.lineage["ancestors"] == []
     chain = Lineage.from_json(last.lineage).ancestors

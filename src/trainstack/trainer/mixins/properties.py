@@ -117,8 +117,8 @@ class PropertiesMixin(TrainerBase):
     def next_log_step(self) -> int:
         """The first log point after the finished global steps: a multiple of `log_every`, or `max_steps`.
 
-        Compute values for `on_log` only in the step before the log point: `trainer.state.global_step + 1 ==
-        trainer.next_log_step`.
+        Compute values for `on_log` only in the step before the log point:
+        `trainer.state.global_step + 1 == trainer.next_log_step`.
 
         Raises:
             ConfigurationError: the plan does not exist yet (in `on_init` and `get_optimizers_schedulers`).

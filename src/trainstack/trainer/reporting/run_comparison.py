@@ -1,4 +1,4 @@
-"""`compare_runs`: the first global step at which two runs part, and why, from their step logs."""
+"""`compare_runs`: the first global step at which two runs diverge, and the cause, from their step logs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class RunComparison:
         where += f" on rank {self.rank}" if self.rank else ""
         until = f"; the same until global step {self.same_until:,}" if self.same_until else ""
         names = ", ".join(self.parameters[:_MOST_NAMES]) + (", ..." if len(self.parameters) > _MOST_NAMES else "")
-        return f"the runs part at {where}: {self.quantity}{f' ({names})' if names else ''}{until}"
+        return f"the runs diverge at {where}: {self.quantity}{f' ({names})' if names else ''}{until}"
 
 
 def compare_runs(
@@ -111,7 +111,7 @@ def compare_runs(
     tolerance: float | None = None,
     absolute_tolerance: float | None = None,
 ) -> RunComparison:
-    """Find the first global step at which two runs part, and why, from their step logs alone.
+    """Find the first global step at which two runs diverge, and the cause, from their step logs alone.
 
     Logs of `record="full"` tell the exact step and the parameters. The default log tells the first step whose recorded
     value differs; random states and batches are recorded at log points, so they may have differed some steps earlier.
