@@ -176,6 +176,20 @@ def test_the_arguments_of_the_run_are_defaults_and_its_processes_are_not_needed(
     assert "the checkpoint does not fit Line" in capsys.readouterr().err
 
 
+def test_options_for_the_begin_of_the_training_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    assert (
+        main(["train", "my.py:Line", "--overwrite", "true", "--epochs", "1", "--progress", "none", "--output_dir", run])
+        == 0
+    )
+    before = files(Path(run))
+    capsys.readouterr()
+    assert answer(capsys, "validate", "my.py:Line", run)["global_step"] > 0
+    assert files(Path(run)) == before
+
+
 def test_predictions_are_written_in_three_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = model_of("run/checkpoints/best")(torch.linspace(-1, 1, 12).unsqueeze(1)[5:]).detach()
     for end in ("pt", "npz", "jsonl"):
