@@ -107,6 +107,24 @@ def test_predictions_on_two_ranks_equal_those_of_one(tmp_path: Path) -> None:
     assert run_world(2, predicted, directory=str(tmp_path / "two")) == [one, one]
 
 
+def predicted_of_few(directory: str, backend: str = "ddp") -> list[Any]:
+    """Shapes and values of predictions of one sample and of three: a second rank gets none of the one."""
+    trainer = ts.Trainer(EvaluatesOnly(), arguments(directory, backend=backend))
+    data = numbers(3)
+    some = [trainer.predict(DataLoader(TensorDataset(*data[:count]), batch_size=2)) for count in (1, 3)]
+    return [[list(one.shape), one.flatten().tolist()] for one in some]
+
+
+@pytest.mark.distributed
+def test_a_rank_without_a_batch_predicts_a_tensor_too(tmp_path: Path) -> None:
+    alone = predicted_of_few(str(tmp_path), "sp")
+    assert [shape for shape, _ in alone] == [[1, 3], [3, 3]]
+    for rank in run_world(2, predicted_of_few, directory=str(tmp_path / "two")):
+        for (shape, values), (its_shape, its_values) in zip(alone, rank, strict=True):
+            assert shape == its_shape
+            assert values == pytest.approx(its_values)
+
+
 def test_tensors_with_other_numbers_of_dimensions_are_not_padded(tmp_path: Path) -> None:
     class Odd(Rows):
         def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
