@@ -135,7 +135,7 @@ class ResumeReport:
             f"Their checkpoints agree up to step {divergence.same_at} and no longer at step {divergence.diverged_at}."
             if divergence.same_at
             else f"Their checkpoints differ at step {divergence.diverged_at}, the first step of which both are there. "
-            "To find the step at which they part, write DefaultCheckpointerArguments(keep_last=None)."
+            "To find the step at which they diverge, write DefaultCheckpointerArguments(keep_last=None)."
         )
         went_on = [kill.resumed_from for kill in self.kills if kill.training == self.trainings and kill.resumed_from]
         if not went_on or divergence.diverged_at <= min(went_on):
