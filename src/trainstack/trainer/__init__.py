@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from trainstack.trainer import callbacks
     from trainstack.trainer.arg_matching import apply_mapping, call_with_matching_args
     from trainstack.trainer.data.as_is import as_is
-    from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
     from trainstack.trainer.evaluation.metric_of import metric_of
+    from trainstack.trainer.evaluation.outputs import EvaluationOutputs
     from trainstack.trainer.named_parameters import parameter_groups, split_parameters
     from trainstack.trainer.optimizers import build_optimizer
     from trainstack.trainer.parser_arguments import ParserArguments
@@ -63,7 +63,7 @@ __getattr__ = lazy_imports(
         "ClearmlWriter": "trainstack.trainer.tracking.writers.more_trackers",
         "CometWriter": "trainstack.trainer.tracking.writers.more_trackers",
         "DvcliveWriter": "trainstack.trainer.tracking.writers.more_trackers",
-        "EvaluationOutputs": "trainstack.trainer.evaluation.evaluator",
+        "EvaluationOutputs": "trainstack.trainer.evaluation.outputs",
         "LRFinderResult": "trainstack.trainer.run.lr_finder",
         "PrometheusWriter": "trainstack.trainer.tracking.writers.prometheus",
         "ParserArguments": "trainstack.trainer.parser_arguments",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import SequentialSampler
@@ -43,6 +43,7 @@ from trainstack.trainer.evaluation.loader_pass import (
 )
 from trainstack.trainer.evaluation.logged_means import add_loader, mean_of_loaders
 from trainstack.trainer.evaluation.metrics import MetricPass, Metrics, numbers_in
+from trainstack.trainer.evaluation.outputs import EvaluationOutputs, Kept, check_kept
 from trainstack.trainer.evaluation.rounds import Rounds
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks
@@ -51,55 +52,6 @@ from trainstack.trainer.reporting.reporter import Reporter
 from trainstack.trainer.tracking.history import RunHistory
 from trainstack.trainer.tracking.progress import NoProgress
 from trainstack.trainer.tracking.provenance import Provenance
-from trainstack.trainer.tracking.views import table_html
-
-Kept: TypeAlias = bool | Literal["main", "own"]
-"""The processes that get the outputs of an evaluation: True for all, False for none, "main" for the main process, "own"
-for the part of each process."""
-
-
-def check_kept(asked: Any) -> None:
-    """Refuse other values than those of `Kept`.
-
-    Raises:
-        ConfigurationError: `asked` is another value.
-    """
-    if not (isinstance(asked, bool) or asked in ("main", "own")):
-        raise ConfigurationError(
-            f"keep_outputs={asked!r}. Write True for all outputs on each process, 'main' for all on the main process, "
-            "'own' for the part that each process has evaluated, or False."
-        )
-
-
-class EvaluationOutputs(dict[str, Any]):
-    """Outputs of the steps by loader, joined in data set order.
-
-    The outputs of a single loader are also found under their own keys or positions: `outputs["correct"]` is
-    `outputs["default"]["correct"]`.
-
-    Attributes:
-        metrics: losses and metrics of the evaluation by the names of the history, such as "val/loss"; also results of
-            metrics that are not one number.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics: dict[str, Any] = {}
-
-    def __missing__(self, key: Any) -> Any:
-        """The item of the outputs of the only loader.
-
-        Raises:
-            KeyError: there are several loaders, or their outputs have no such item.
-        """
-        if len(self) == 1:
-            with suppress(KeyError, IndexError, TypeError):
-                return next(iter(self.values()))[key]
-        raise KeyError(f"there is no {key!r}: the outputs are those of the loaders {', '.join(map(repr, self))}")
-
-    def _repr_html_(self) -> str:
-        """A table of the metrics, for notebooks."""
-        return table_html(("metric", "value"), [(name, str(value)) for name, value in self.metrics.items()])
 
 
 class StopRequests(Protocol):

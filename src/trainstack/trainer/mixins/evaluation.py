@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainstack.errors import ConfigurationError
 from trainstack.stage import Stage
-from trainstack.trainer.evaluation.evaluator import Kept, check_kept
+from trainstack.trainer.evaluation.outputs import Kept, check_kept
 from trainstack.trainer.mixins.base import TrainerBase
 
 if TYPE_CHECKING:
-    from trainstack.trainer.evaluation.evaluator import EvaluationOutputs
+    from trainstack.trainer.evaluation.outputs import EvaluationOutputs
 
 
 class EvaluationMixin(TrainerBase):

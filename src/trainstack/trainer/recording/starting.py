@@ -8,17 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainstack.step_log.format import Start
 from trainstack.step_log.reading import log_path
+from trainstack.trainer import start_description
 from trainstack.trainer.context import RunContext
+from trainstack.trainer.core.changes import Description
+from trainstack.trainer.core.fingerprints import checksums, hash_text
 from trainstack.trainer.core.module_extras import without_wrappers
 from trainstack.trainer.data.training_data import TrainingData
-from trainstack.trainer.recording.description import describe_start
 from trainstack.trainer.recording.digests import digest_generators
 from trainstack.trainer.recording.log_file import LogFile
 from trainstack.trainer.recording.recorder import DETAILS_EVERY, Recorder
+
+_MASK = (1 << 64) - 1  # shows a signed checksum as unsigned
 
 
 def begin_recording(
@@ -106,10 +112,33 @@ def _start(
         mode=args.record,
         parameters=[without_wrappers(name) for name, _ in context.module.named_parameters()],
         generators=[] if context.stack.is_private else list(digest_generators(world.device)),
-        description=describe_start(context, data, optimizers),
+        description=_describe(context, data, optimizers),
         resumed_head=head,
         cut=file.cut,
     )
+
+
+def _describe(context: RunContext, data: TrainingData, optimizers: Sequence[Optimizer]) -> Description:
+    """The description of a start as in a checkpoint, with seed, samples and weights of the run.
+
+    Of sharded weights, the checksums are those of the part of this process.
+    """
+    described = start_description.describe_start(context, data)
+    described["arguments"]["seed"] = str(context.state.seed)  # a resumed run keeps its first seed
+    described["data"]["version of the order"] = str(context.state.order_version)
+    if not context.stack.is_private:  # a private run must store nothing about its records
+        described["data"]["samples in an epoch"] = str(data.plan.samples_per_epoch)
+        described["data"] |= {f"sample {index}": hash_text(repr(one)) for index, one in data.sample_hashes.items()}
+    made = start_description.describe_optimizers(optimizers)
+    return {**described, "optimizers": made, "weights": _weights(context.module)}
+
+
+def _weights(module: nn.Module) -> dict[str, str]:
+    """The checksums of parameters and buffers."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = {without_wrappers(name): one for name, one in named if not is_lazy(one) and not one.is_meta}
+    sums = checksums(tensors.values())
+    return {name: f"{value & _MASK:016x}" for name, value in zip(tensors, sums, strict=True)}
 
 
 def _open(context: RunContext, path: Path) -> tuple[LogFile | None, OSError | None]:

@@ -24,7 +24,7 @@ from trainstack.compat.pymarlin.utils.stats.basic_stats import StatInitArguments
 from trainstack.compat.pymarlin.utils.writer.base import WriterInitArguments
 from trainstack.trainer.abstract_trainer import AbstractTrainer
 from trainstack.trainer.callbacks.monitors import MemoryMonitor
-from trainstack.trainer.evaluation.evaluator import Kept
+from trainstack.trainer.evaluation.outputs import Kept
 from trainstack.trainer.events import Event
 from trainstack.trainer.events.hooks import Hooks, needs_outputs
 from trainstack.trainer.module_interface import ModuleInterface
