@@ -47,6 +47,7 @@ def test_a_run_starts_again_from_its_config() -> None:
     assert main(["train", "--config", "one/config.yaml", "--output_dir", "two"]) == 0
     values = [ts.read_history(folder).get_latest_metric("train/loss_epoch") for folder in ("one", "two")]
     assert values[0] == values[1]
+    assert "not in this file" not in Path("two/config.yaml").read_text()
     again: Any = read_yaml("two/config.yaml")
     assert {**config, "output_dir": "two"} == again
 
@@ -90,10 +91,14 @@ def test_values_that_only_code_sets_are_omitted_and_named(tmp_path: Path) -> Non
     namespace: dict[str, Any] = {}
     exec(MODULE, namespace)
     args = {"output_dir": tmp_path / "run", "progress": "none", "writers": ["csv"], "log_level": "ERROR"}
-    ts.Trainer(namespace["Own"](), ts.TrainerArguments(**args, validate_every=lambda trainer: False)).train()
+    arguments = ts.TrainerArguments(**args, validate_every=lambda trainer: False)
+    given: dict[str, Any] = {"callbacks": [ts.callbacks.LRMonitor, ts.callbacks.StepTimer()], "metrics": {}}
+    ts.Trainer(namespace["Own"](), arguments, "sp-bf16", **given).train()
     text = (tmp_path / "run" / "config.yaml").read_text()
-    assert "omitted here: validate_every." in text
+    assert "omitted here: metrics, callbacks (LRMonitor, StepTimer), validate_every." in text
+    assert "backend: sp-bf16\n" in text
     assert "trainstack train FILE.py:MODULE --config" in text
+    assert "The arguments of the module are not in this file" in text
     assert ts.TrainerArguments.from_yaml(tmp_path / "run" / "config.yaml").writers == ("csv",)
 
 
@@ -108,7 +113,7 @@ def test_values_that_only_code_sets_are_omitted_and_named(tmp_path: Path) -> Non
 )
 def test_every_value_that_is_written_is_read_again(tmp_path: Path, name: str, value: Any, is_left_out: bool) -> None:
     args = ts.TrainerArguments(**{name: value})
-    RunFiles(tmp_path, tmp_path, ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments())).write_config(args, {})
+    RunFiles(tmp_path, tmp_path, ts.DefaultCheckpointer(ts.DefaultCheckpointerArguments())).write_config(args, {}, [])
     read = ts.TrainerArguments.from_yaml(tmp_path / "config.yaml")
     assert (f"omitted here: {name}." in (tmp_path / "config.yaml").read_text()) is is_left_out
     assert (read == args) is not is_left_out

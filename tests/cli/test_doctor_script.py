@@ -154,6 +154,25 @@ def test_a_train_batch_size_of_one_is_reported_once(write: Write, capsys: pytest
     assert ids(diagnosed(capsys, f"{file}:Line")[1]) == ["D109"]
 
 
+@pytest.mark.parametrize("guard", [guarded, str])
+def test_a_script_that_imports_its_training_is_run(
+    guard: Callable[[str], str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("training_i.py", MODULE + "def main():\n" + guarded(TRAINS % 1).partition(":\n")[2])
+    file = write("script_i.py", "from training_i import main\n" + guard("main()\n"))
+    code, found = diagnosed(capsys, file)
+    assert (code, ids(found)) == (0, ["D109"])
+
+
+@pytest.mark.parametrize("reads", ["int(sys.argv[1])", "argparse.ArgumentParser().parse_args(['--no'])"])
+def test_a_script_without_its_arguments_is_told_where_to_write_them(
+    reads: str, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("script_j.py", MODULE + guarded(f"import argparse, sys\n{reads}\n" + TRAINS % 8))
+    assert main(["doctor", file]) == 2
+    assert "after --: trainstack doctor script_j.py -- WORD ..." in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_is_named(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "nowhere.py"]) == 2
     assert "there is no file nowhere.py" in capsys.readouterr().err

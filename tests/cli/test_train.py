@@ -155,6 +155,13 @@ def test_a_function_can_make_the_module_and_import_neighbouring_files() -> None:
             "8 --zzzz=--epoch. Did you mean --checkpointer_args.keep_last and --train_batch_size? (see",
         ),
         (["my.py:Line", "--zzzz", "3"], "unrecognized arguments: --zzzz 3 (see"),
+        (["my.py:Line", "--max-epochs", "3"], "--max-epochs 3. Did you mean --epochs? (see"),
+        (["my.py:Line", "--lr=3"], "--lr=3. Did you mean --module.lr? (see"),
+        (
+            ["my.py:Line", "--gradient_clip_val", "1", "--epoch", "3"],
+            ". For --gradient_clip_val write max_grad_norm, or clip_grads=False. Did you mean --epochs? (see",
+        ),
+        (["my.py:Line", "--callbacks", "[EMA]"], "[EMA]. For --callbacks write Trainer(module, args, callbacks=[...])"),
         (["my.py:Line", "--epochs", "-1"], "--epochs -1: write a whole number, 0 or more."),
         (["my.py:Line", "--nonfinite", "fly"], "--nonfinite fly: write raise or skip."),
         (["my.py:Line", "--backend", "amp-ddp"], "Write 'ddp-amp'."),

@@ -307,8 +307,8 @@ def test_the_first_rank_that_differs_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "quantity", "values"),
     [
-        ({"samples": [0, 7, 0]}, "data", ("0000000000000000", "0000000000000007")),
-        ({"rates": [0, 7, 0]}, "learning rate", ("0000000000000000", "0000000000000007")),
+        ({"samples": [0, 7, 0]}, "data", ("digest 0000000000000000", "digest 0000000000000007")),
+        ({"rates": [0, 7, 0]}, "learning rate", ("digest 0000000000000000", "digest 0000000000000007")),
         ({"norm": [0.0, -0.0, 0.0]}, "backward", ("0.0 (0x0.0p+0)", "-0.0 (-0x0.0p+0)")),
         ({"flags": [6, 7, 6]}, "skipped step", ("made", "skipped")),
         ({"epoch": [0, 1, 1]}, "data", ("epoch 0", "epoch 1")),

@@ -338,6 +338,23 @@ def test_a_folder_with_remains_of_a_run_is_refused(left: str) -> None:
     trained(output_dir="kept", overwrite=True)
 
 
+@pytest.mark.parametrize("place", [{}, {"checkpointer_args": ts.DefaultCheckpointerArguments(save_dir="elsewhere")}])
+def test_a_start_that_was_refused_before_its_first_step_leaves_the_folder_free(place: dict[str, Any]) -> None:
+    class Yields(Classifier):
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            yield super().train_step(global_step, batch, device)
+
+    args = ts.TrainerArguments(train_batch_size=8, output_dir="kept", verify_replay=0.5, progress="none", **place)
+    with pytest.raises(ts.ConfigurationError, match="verify_replay"):
+        ts.Trainer(Yields(numbers(16)), args).train()
+    assert Path("kept", FILE_NAME).exists()
+    ts.Trainer(Yields(numbers(16)), replace(args, verify_replay=0.0)).train()
+    ts.Trainer(Yields(numbers(16)), replace(args, verify_replay=0.0, output_dir="whole")).train()
+    assert contents(Path("kept"))["metrics.csv"] == contents(Path("whole"))["metrics.csv"]
+    with pytest.raises(ts.ConfigurationError, match="holds a run already"):
+        ts.Trainer(Yields(numbers(16)), replace(args, verify_replay=0.0)).train()
+
+
 def test_a_foreign_metrics_file_is_not_replaced() -> None:
     Path("mine").mkdir()
     Path("mine", "metrics.csv").write_text("a,b\n1,2\n")

@@ -145,6 +145,9 @@ def no_guarantee(backend: str) -> PrivacyStatement:
     )
 
 
+_VOID = ", which is no guarantee"
+
+
 def text_of(statement: PrivacyStatement) -> str:
     """The text of the statement. Its first line gives the guarantee, or says that there is none."""
     if statement.overrides:
@@ -181,7 +184,7 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str | tuple[str, ...]]]:
         library = "dp_accounting" if s.accountant == "pld" else "opacus"
         found += [
             ("Neighbours", s.relation),
-            ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}"),
+            ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}{_VOID if delta >= 1 else ''}"),
             ("Covered", s.covered),
         ]
         accounting = [

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, TROUBLE, print_json, print_lines, print_traceback
+from trainstack.cli.printing import FAILED, TROUBLE, print_error, print_json, print_lines, print_traceback
 from trainstack.cli.target import UserCodeError, load_target, modules_of_file, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, TrainerArguments, seed_everything
@@ -63,6 +63,8 @@ def run(words: Sequence[str]) -> int:
             )
     except UserCodeError as error:
         print_traceback(error.__cause__)
+        if not script_words and target.endswith(".py"):
+            print_error(f"if {target} takes arguments, write them after --: trainstack doctor {target} -- WORD ...")
         return TROUBLE
     if given.json:
         print_json(report.to_dict())
@@ -82,7 +84,7 @@ def _subject(target: str, options: Sequence[str], script_words: Sequence[str]) -
     if target.endswith(".py") and not any(word in ("--help", "-h") for word in options):
         path = Path(target)
         source = Source.read(path)
-        if _are_own(options) and source is not None and "Trainer(" in source.text:
+        if _are_own(options) and source is not None:
             given = _parser(target).parse_args(list(options))
             trainer = first_training(path, script_words)
             if trainer is not None:

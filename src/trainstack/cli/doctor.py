@@ -49,12 +49,15 @@ _EXTRAS = {
 
 def add(subparsers: Any) -> None:
     """Add the command."""
-    about = "print versions, and try backend strings on this machine, each in one step of a small model"
-    script = (
-        "With FILE.py or FILE.py:MODULE it looks for mistakes in a script instead: `trainstack doctor FILE.py --help`."
-    )
+    about = "look for mistakes in a script; without one, print versions and try backend strings on this machine"
+    script = "For FILE.py or FILE.py:MODULE, `trainstack doctor FILE.py --help` has the options."
     parser = subparsers.add_parser("doctor", help=about, description=about, epilog=script)
-    parser.add_argument("backends", metavar="STRING", nargs="*", help="exit code 1 if one of these does not work")
+    parser.add_argument(
+        "backends",
+        metavar="FILE.py[:MODULE] | STRING",
+        nargs="*",
+        help="a script, or backend strings to try in one step of a small model; exit code 1 if one does not work",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--determinism",

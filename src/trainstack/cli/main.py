@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ COMMANDS = {
     "explain": "print the layers of a backend string and the way of each verb through them",
     "schema": "print the JSON schema of files for --config, for editors",
     "plan": "print how a global batch is split and how many steps a run has",
-    "doctor": "print versions, and try backend strings on this machine, each in one step of a small model",
+    "doctor": "look for mistakes in a script; without one, print versions and try backend strings on this machine",
     "report": "write a page about a run, or one that compares several: curves, arguments, checkpoints",
     "compare": "find the first global step at which two runs diverge, and the cause, from their step logs",
     "interrupted": "exit with 0 if the newest session of a run was interrupted by a signal: start its job again; "
@@ -185,7 +185,13 @@ def _discard_output() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong command line with one line; those of the commands are of this class as well."""
+    """Answers a wrong command line with one line; those of the commands are of this class as well.
+
+    Attributes:
+        other_names: names of options in other libraries, and what to write instead of each.
+    """
+
+    other_names: Mapping[str, str] = {}
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -225,7 +231,7 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, others: Sequence[str]) -> None:
         if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self)}")
+            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self, self.other_names)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the nearest name; a private method of argparse in Python 3.10 to 3.13."""

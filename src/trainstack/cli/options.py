@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from trainstack._kinds import Kind, Place
+from trainstack.cli.main import Parser
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import TrainerArguments
 from trainstack.trainer.argument_schemas import explained
@@ -84,11 +85,12 @@ class Inputs:
 
     def __init__(
         self,
-        parser: argparse.ArgumentParser,
+        parser: Parser,
         makes_module: Callable[..., Any] | None = None,
         most_used: Set[str] = _MOST_USED,
     ) -> None:
         self._parser, self._makes_module, self._most_used = parser, makes_module, most_used
+        parser.other_names = TrainerArguments.ALIASES
         parameters = parameters_of(makes_module) if makes_module is not None else {}
         self._plain = PlainInputs(TrainerArguments, {"module": parameters} if makes_module is not None else None)
         self._paths = {".".join(path): path for path in self._plain.paths()}

@@ -161,21 +161,31 @@ def to_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def suggest_options(words: Iterable[str], parser: argparse.ArgumentParser) -> str:
+def suggest_options(words: Iterable[str], parser: argparse.ArgumentParser, other_names: Mapping[str, str] = {}) -> str:
     """The options of `parser` that come close to those among `words`, as the end of a message; "" if none does.
 
     Of a name with dots the last part will do: `--keep_last` means `--checkpointer_args.keep_last`.
+
+    Args:
+        words: the unknown words.
+        parser: the parser of the command.
+        other_names: names in other libraries, and what to write instead of each.
     """
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     names = {option.rpartition(".")[2].lstrip("-"): option for option in reversed(options)}
     names |= {option.lstrip("-"): option for option in options}
-    close = [
-        names[match]
-        for word in words
-        if word.startswith("--")
-        for match in difflib.get_close_matches(word.partition("=")[0].lstrip("-")[:80], names, n=1)
-    ]
-    return f". Did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""
+    close, written = list[str](), list[str]()
+    for word in words:
+        name = word.partition("=")[0].lstrip("-")[:80]
+        if not word.startswith("--"):
+            continue
+        instead = name if name in names else other_names.get(name.replace("-", "_"), name)
+        if instead != name and instead not in names:
+            written.append(f"For --{name} write {instead}")
+        else:
+            close += [names[match] for match in difflib.get_close_matches(instead, names, n=1)]
+    did_you_mean = [f"Did you mean {' and '.join(dict.fromkeys(close))}?"] if close else []
+    return "".join(f". {sentence}" for sentence in (*written, *did_you_mean))
 
 
 # --- options of the output, before or after the name of each command

@@ -198,7 +198,7 @@ def _texts(mine: Entries, theirs: Entries, name: str, step: int) -> tuple[str, s
         return _exactly(float(one)), _exactly(float(other))
     if name == "epoch":
         return f"epoch {one}", f"epoch {other}"
-    return f"{int(one):016x}", f"{int(other):016x}"
+    return f"digest {int(one):016x}", f"digest {int(other):016x}"
 
 
 def _exactly(value: float) -> str:

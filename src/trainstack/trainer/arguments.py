@@ -381,8 +381,9 @@ class TrainerArguments(metaclass=SuggestsNames):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments as plain values, for `from_dict`."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Return all arguments as plain values, for `from_dict`. `checkpointer_args` has the monitor of the run."""
+        placed = {"checkpointer_args": self.placed_checkpointer_args}
+        return {f.name: _plain(placed.get(f.name, getattr(self, f.name))) for f in dataclasses.fields(self)}
 
     @classmethod
     def to_json_schema(cls) -> dict[str, Any]:

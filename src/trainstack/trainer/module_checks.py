@@ -276,6 +276,7 @@ def check_signatures(module: Any, log: RunLogger, val_step: Any = None, stack: T
             ) from error
     _check_modes_can_be_set(module)
     _warn_on_method_typos(module, log, val_step)
+    _warn_on_unused_callbacks(module, log)
     if stack is not None:
         _warn_of_other_precision(module, stack, log)
 
@@ -326,6 +327,18 @@ def _warn_on_method_typos(module: Any, log: RunLogger, val_step: Any) -> None:
                 )
         elif not name.startswith(("on_", "_")) and not hasattr(ModuleInterface, name):
             _warn_on_missing_method(module, name, log, val_step)
+
+
+def _warn_on_unused_callbacks(module: Any, log: RunLogger) -> None:
+    held = getattr(module, "callbacks", None)
+    if type(module).get_callbacks is not ModuleInterface.get_callbacks or not isinstance(held, list | tuple):
+        return
+    kinds = [one if isinstance(one, type) else type(one) for one in held]
+    if any(issubclass(kind, Callback) for kind in kinds):
+        log.warning(
+            f"{type(module).__name__}.callbacks is never read by the trainer. Return these callbacks from "
+            "get_callbacks(self)."
+        )
 
 
 def _warn_on_missing_method(module: Any, name: str, log: RunLogger, val_step: Any) -> None:

@@ -308,6 +308,13 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         """Describe the test data for `Trainer.test`; arguments and result as for `get_val_dataloaders`."""
         return None
 
+    def get_callbacks(self) -> Any:
+        """Return callbacks, or classes of callbacks, in a list; the trainer calls them after those given to it.
+
+        The trainer calls it once, when it is created. So a run of `trainstack train FILE.py:MODULE` has callbacks, too.
+        """
+        return ()
+
     @abstractmethod
     def train_step(self, global_step: int, batch: Any, device: torch.device) -> Any:
         """Compute the loss of one micro-batch.

@@ -7,7 +7,7 @@ import re
 import secrets
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +56,7 @@ class RunDirectory:
     Attributes:
         saved_paths: paths of checkpoints that are completely on disk, for the event `CHECKPOINT_SAVED`.
         config: further keys of the file of arguments; the command line adds the module.
+        set_in_code: names of arguments of the trainer that the file of arguments cannot have.
         resume_from: the earlier run whose weights `choose` has found for a new one; None to follow the arguments.
         mirror: uploads the folder, if `output_dir` is an address; used on the main process.
     """
@@ -67,6 +68,7 @@ class RunDirectory:
         self._path: Path | None = None
         self.saved_paths: deque[Path] = deque()
         self.config: Mapping[str, Any] = {}
+        self.set_in_code: Sequence[str] = ()
         self.resume_from: Path | None = None
         self.mirror: Mirror | None = None
         self._is_claimed = self._is_written = False
@@ -343,7 +345,7 @@ class RunDirectory:
         """Record in the claimed folder that training begins, and write its arguments."""
         if self._is_claimed:
             with library_error(self.path):
-                self._files.write_config(args, self.config)
+                self._files.write_config(args, self.config, self.set_in_code)
                 self._set(replace(self._record, finished=False))
                 if self.mirror is not None:
                     self.mirror.start()
@@ -394,6 +396,8 @@ class RunDirectory:
         restarts = args.resume is not False and args.resume_mode == "full" and is_same and not saved
         if restarts and known is not None and known.saved:
             raise self._error_of_lost_checkpoints(args)
+        # The start of that run was refused before its first step, so it has nothing but its record.
+        restarts |= is_same and known is not None and not known.saved and traces == [self.path / FILE_NAME]
         if not (args.overwrite or restarts):
             can_continue = bool(saved) or (known is not None and is_same and not known.saved)
             raise self._refusal(args, traces, is_run=bool(saved) or known is not None, can_continue=can_continue)

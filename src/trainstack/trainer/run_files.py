@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -64,23 +64,33 @@ class RunFiles:
             record.write(self._log_dir)
         record.write(self._folder)
 
-    def write_config(self, args: TrainerArguments, given: Mapping[str, Any]) -> None:
+    def write_config(self, args: TrainerArguments, given: Mapping[str, Any], set_in_code: Sequence[str]) -> None:
         """Write the arguments as a file for `trainstack train --config`, unless a user's file has this name.
 
-        Values that can only be set in code are omitted, and a comment lists them. `given` has further keys.
+        Values that can only be set in code are omitted, and a comment lists them.
+
+        Args:
+            args: the arguments.
+            given: further keys: the target and the parameters of the module.
+            set_in_code: names of arguments of the trainer that were set in code.
         """
         path = self._folder / CONFIG
         if path.exists() and not self._has_own_config():
             return
-        plain, left_out = dict(given), list[str]()
+        plain, left_out = dict(given), list(set_in_code)
         for name, value in args.to_dict().items():
             if _is_readable(type(args), name, value):
                 plain[name] = value
             else:
                 left_out.append(name)
         comment = f"# Set in code, and omitted here: {', '.join(left_out)}.\n" if left_out else ""
-        start = "" if "target" in given else " FILE.py:MODULE"
-        how = f"# Start the run again: trainstack train{start} --config {CONFIG} --output_dir NEW_FOLDER\n"
+        start, module = "", ""
+        if "target" not in given:
+            start, module = (
+                " FILE.py:MODULE",
+                "# The arguments of the module are not in this file: --module.NAME VALUE.\n",
+            )
+        how = f"# Start the run again: trainstack train{start} --config {CONFIG} --output_dir NEW_FOLDER\n{module}"
         atomic_write(path, (_CONFIG_BEGINS + how + comment + write_yaml(plain)).encode())
 
     def _has_own_config(self) -> bool:

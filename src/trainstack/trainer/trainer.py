@@ -98,7 +98,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         trainer_backend: a stack of layers, or a backend string; overrides `args.backend`.
         checkpointer: saves and finds checkpoints; by default a `DefaultCheckpointer` that saves in `args.output_dir`.
         run_history: object in which metrics are recorded; a new `RunHistory` by default.
-        callbacks: objects whose methods subscribe to events, or classes of them; one of these, or a list.
+        callbacks: objects whose methods subscribe to events, or classes of them; one of these, or a list. Those of the
+            module's `get_callbacks` come after them.
         train_step: function that replaces the module's method `train_step`; it computes the loss. To replace the
             optimizer step, write a layer, see `register_layer`.
         val_step: function that replaces the module's method `val_step`.
@@ -153,6 +154,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     ) -> None:
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
+        if isinstance(trainer_backend, str):
+            args = replace(args, backend=trainer_backend)
         args = _settled(args, module, metrics, checkpointer)
         trainer_backend = _stack_of(trainer_backend, args, self)
         checkpointer = _checkpointer_of(checkpointer, args)
@@ -162,7 +165,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             stack=trainer_backend,
             checkpointer=checkpointer,
             history=RunHistory() if run_history is None else run_history,
-            events=Events(self, module, _all_callbacks(args, callbacks), RunLogger(args.log_level)),
+            events=Events(self, module, _all_callbacks(args, module, callbacks), RunLogger(args.log_level)),
             state=RunState(seed=args.seed),
             user_state=UserState(),
             directory=RunDirectory(args, module, checkpointer, private=trainer_backend.is_private),
@@ -170,6 +173,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             val_step=val_step,
             extras=ModuleExtras(module),
         )
+        context.directory.set_in_code = _set_in_code(*self._given)
         self.module, self.trainer_backend, self.checkpointer = module, trainer_backend, checkpointer
         self.history, self.events = context.history, context.events
         self.state, self.user_state = context.state, context.user_state
@@ -429,8 +433,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         """
         if self._training:
             raise ConfigurationError("a Trainer cannot be pickled while it trains. Pickle it before or after train().")
-        names = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")
-        given = dict(zip(names, self._given, strict=True))
+        given = dict(zip(_GIVEN, self._given, strict=True))
         if isinstance(given["trainer_backend"], TrainerBackend):
             raise ConfigurationError(
                 "a Trainer with a backend object cannot be pickled, because its layers hold processes and handles. "
@@ -456,8 +459,25 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._finished, self._is_copy = finished, kept is not None
 
 
+_GIVEN = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")
+"""The arguments of `Trainer` that `TrainerArguments` does not hold, in the order of `Trainer._given`."""
+
+
 def _listed(callbacks: Any) -> Any:
+    """Return `callbacks`, a single one too, as a list; `Events` refuses other values."""
+    if isinstance(callbacks, Callback) or (isinstance(callbacks, type) and issubclass(callbacks, Callback)):
+        return [callbacks]
     return list(callbacks) if isinstance(callbacks, Iterable) else callbacks
+
+
+def _set_in_code(*given: Any) -> list[str]:
+    """Return the names of those of `_GIVEN` that a file of arguments does not have, with the classes of callbacks."""
+    found = {name: value for name, value in zip(_GIVEN, given, strict=True) if value is not None and value != []}
+    if isinstance(found.get("trainer_backend"), str):
+        del found["trainer_backend"]
+    classes = [one if isinstance(one, type) else type(one) for one in found.pop("callbacks", [])]
+    names = f"callbacks ({', '.join(one.__name__ for one in classes)})"
+    return [*found, *([names] if classes else [])]
 
 
 _KEPT_IN_PICKLES = ("state", "user_state", "history", "events")
@@ -522,10 +542,15 @@ def _settled(
     return complete_monitor(limit_for_dev_run(args), module, metrics, checkpointer)
 
 
-def _all_callbacks(args: TrainerArguments, given: Any) -> Iterable[Any] | None:
-    """Return the callbacks `given`, with the default ones if the arguments require them."""
-    if isinstance(given, Callback) or (isinstance(given, type) and issubclass(given, Callback)):
-        given = [given]
+def _all_callbacks(args: TrainerArguments, module: ModuleInterface, given: Any) -> Iterable[Any] | None:
+    """Return the callbacks `given`, those of the module, and the default ones if the arguments require them."""
+    own = module.get_callbacks()
+    if not isinstance(own, Iterable):
+        raise ModuleContractError(
+            f"{type(module).__name__}.get_callbacks returned {own!r}. Return a list of callbacks, or [] for none."
+        )
+    if given is None or isinstance(given, list):
+        given = [*(given or ()), *own]
     if not args.default_callbacks:
         return cast("Iterable[Any] | None", given)
     from trainstack.trainer.callbacks import with_defaults  # not at the top: loads all ready-made callbacks

@@ -70,6 +70,8 @@ def test_advice_has_a_larger_batch_or_says_that_none_suffices() -> None:
     assert "\n" not in enough
     ((_, hopeless),) = advice_rows(plan, 10**6)
     assert "all 1437 records in each step would give" in hopeless
+    ((_, whole),) = advice_rows(plan_of(records=1437, batch=1437, noise_multiplier=5.0), 10**6)
+    assert "longer than the gradient: the batch has all records already. Train fewer parameters" in whole
     assert advice_rows(plan_of(records=1437, batch=64, noise_multiplier=0.0), 4810) == []
     assert "\n" not in advice_rows(plan_of(records=1437, batch=64, noise_multiplier=0.01), 10**12)[0][1]
 

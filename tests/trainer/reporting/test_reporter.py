@@ -255,4 +255,5 @@ def test_without_a_best_checkpoint_the_last_rows_name_none(
     epochs = 2 if best == "is the last" else 5
     train(Peaks(validate=True), tmp_path, epochs=epochs, checkpointer_args=saving, writers=["stdout"])
     said = last_rows(capsys.readouterr().out)
-    assert (said["best"], said["load"]) == ("val/accuracy 0.9 in epoch 2", 'trainstack.read_model("...")')
+    assert said["best"] == "val/accuracy 0.9 in epoch 2"
+    assert said["load"] == f'trainstack.read_model("{said["weights"]}")'

@@ -149,6 +149,18 @@ class TestEndings:
         assert "Fails stopped" in text
         assert "good enough" in text
 
+    def test_a_killed_session_is_not_shown_as_running(self, tmp_path: Path) -> None:
+        report(tmp_path)
+        facts = json.loads((tmp_path / "run.json").read_text())
+        killed = {**facts["sessions"][0], "status": "running", "seconds": None, "last_step": None, "samples": []}
+        facts["sessions"][0]["seconds"] = 2.5
+        facts["sessions"] = [killed, *facts["sessions"]]
+        (tmp_path / "run.json").write_text(json.dumps(facts))
+        page = page_of([read_run(tmp_path, "resumed")])
+        assert "2.5 s, without 1 killed session" in page
+        assert "<td>killed</td>" in page
+        assert "running, or killed" not in page
+
     def test_a_killed_run_has_a_report(self, tmp_path: Path) -> None:
         report(tmp_path)
         facts = json.loads((tmp_path / "run.json").read_text())

@@ -76,10 +76,12 @@ def _advice(plan: PrivacyPlan, parameters: int) -> str:
     begin = f"below {LEAST_RATIO:g}, the noise is longer than the gradient: "
     page = 'See "Batch size, clipping, learning rate" in docs/privacy.md.'
     if ratio < 0.95 * LEAST_RATIO:
-        return (
-            f"{begin}all {plan.dataset_size} records in each step would give {ratio:.2g} at the same epsilon and "
-            f"epochs. Train fewer parameters, or start from pretrained weights. {page}"
+        larger = (
+            f"all {plan.dataset_size} records in each step would give {ratio:.2g} at the same epsilon and epochs. "
+            if plan.expected_batch_size < plan.dataset_size
+            else "the batch has all records already. "
         )
+        return f"{begin}{larger}Train fewer parameters, or start from pretrained weights. {page}"
     return (
         f"{begin}train_batch_size={batch} gives {ratio:.2g} at the same epsilon and epochs, with noise multiplier "
         f"{sigma:.4g}. {page}"

@@ -332,7 +332,7 @@ class Reporter:
             if self._best.words:
                 rows.append(("best", self._best.words if best is None else f"{self._best.words}: {best}"))
             rows += [("weights", shortest(export))] if export else []
-            rows += [("load", f'trainstack.read_model("{best or "..."}")')] if best or export else []
+            rows += [("load", f'trainstack.read_model("{best or shortest(export or "")}")')] if best or export else []
             if context.checkpointer.is_due(0, force=True) and not context.stack.is_private:
                 more = "epochs" if context.args.max_steps is None else "max_steps"
                 rows.append(("resume", f"TrainerArguments(resume=True, {more}=...)"))

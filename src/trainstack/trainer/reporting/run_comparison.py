@@ -260,8 +260,9 @@ def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:
     causes = [change for change in changes if change.effect.breaks_exactness]
     if causes:
         shown = ", ".join(f"{c.name} ({c.saved} and {c.given})" for c in causes[:_MOST_NAMES])
+        others = f", and {len(causes) - _MOST_NAMES} more" if len(causes) > _MOST_NAMES else ""
         more = _WORLD_SIZE if any(c.name == "environment.world size" for c in causes) else ""
-        return f"because the starts differ: {shown}{', ...' if len(causes) > _MOST_NAMES else ''}.{more}"
+        return f"because the starts differ: {shown}{others}.{more}"
     if quantity == START_WEIGHTS:
         return "because the runs began with other weights, by the same arguments and code: another random state before."
     cause = _UNEXPLAINED.get(quantity, _OPERATOR)

@@ -126,6 +126,7 @@ def decayed_norms(evidence: Evidence) -> Iterator[Found]:
     if any(id(parameter) in norms for group in heavy for parameter in group["params"]):
         yield (
             f"weight_decay={heavy[0]['weight_decay']:g} applies to norms and biases too",
-            "Write parameter_groups(self, weight_decay=...), which leaves them out.",
+            "Write AdamW(parameter_groups(self.model, lr=..., weight_decay=...)), which leaves them out. "
+            "SupervisedModule takes such an optimizer in place of a name.",
             evidence.method_place("get_optimizers_schedulers"),
         )

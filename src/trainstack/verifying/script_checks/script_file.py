@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainstack.errors import ConfigurationError
 from trainstack.trainer import Trainer
 
 
@@ -46,6 +47,9 @@ def first_training(path: Path, words: Sequence[str]) -> Trainer | None:
     Args:
         path: of the script.
         words: its arguments.
+
+    Raises:
+        ConfigurationError: it ends with an exit code, such as for a missing argument.
     """
     argv, paths = sys.argv, list(sys.path)
     sys.argv = [os.fspath(path), *words]
@@ -55,6 +59,12 @@ def first_training(path: Path, words: Sequence[str]) -> Trainer | None:
             runpy.run_path(os.fspath(path), run_name="__main__")
     except TrainingReached as reached:
         return reached.trainer
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise ConfigurationError(
+                f"{path} ended with {end.code!r} before it trained. Write the arguments that it needs after --: "
+                f"trainstack doctor {path} -- WORD ..."
+            ) from end
     finally:
         sys.argv, sys.path[:] = argv, paths
     return None

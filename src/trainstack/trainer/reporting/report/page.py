@@ -58,9 +58,12 @@ def status_of(run: ReportedRun) -> Markup | None:
 
 
 def duration(run: ReportedRun) -> str | None:
-    """How long all sessions took together, as far as they have ended; None for none."""
-    known = [session.seconds for session in run.facts.sessions if session.seconds is not None]
-    return _time(sum(known)) if known else None
+    """How long all sessions took together, as far as they have ended; None for none. Killed ones are counted."""
+    sessions = run.facts.sessions
+    known = [session.seconds for session in sessions if session.seconds is not None]
+    killed = sum(session.status == "running" for session in sessions[:-1])
+    more = f", without {killed} killed session{'s' * (killed > 1)}" if killed else ""
+    return f"{_time(sum(known))}{more}" if known else None
 
 
 def tiles_of(run: ReportedRun) -> Markup:
@@ -157,11 +160,17 @@ def _sessions(sessions: tuple[Session, ...]) -> Markup:
             number(session.first_step),
             "-" if session.last_step is None else number(session.last_step),
             "-" if session.seconds is None else _time(session.seconds),
-            session.status + (f": {session.reason}" if session.reason else ""),
+            _ending(session, is_last=session is sessions[-1]),
         )
         for session in sessions
     ]
     return table(("began", "after step", "to step", "time", "ended"), rows)
+
+
+def _ending(session: Session, *, is_last: bool) -> str:
+    if session.status == "running":
+        return "running, or killed" if is_last else "killed"
+    return session.status + (f": {session.reason}" if session.reason else "")
 
 
 def _time(seconds: float) -> str:
