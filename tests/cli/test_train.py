@@ -205,6 +205,22 @@ def test_an_error_in_the_users_code_keeps_its_traceback(
     assert f'{target.partition(":")[0].removesuffix(".py")}.py", line' in shown
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "doctor", "validate", "test", "predict"])
+def test_an_exit_in_the_users_file_is_an_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("exits.py").write_text(FILE + "import sys\nsys.exit(0)\n")
+    assert main([command, "exits.py:Line"]) in (1, 2)
+    shown = capsys.readouterr().err
+    assert "SystemExit: 0" in shown
+    assert 'exits.py", line' in shown
+
+
+def test_an_exit_in_a_hook_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    exits = "\n\nclass Exits(Line):\n    def on_end_train_step(self, global_step):\n        raise SystemExit\n"
+    Path("exits.py").write_text(FILE + exits)
+    assert main(["train", "exits.py:Exits", *QUIET]) == 1
+    assert 'exits.py", line' in capsys.readouterr().err
+
+
 def test_a_file_may_be_named_with_dots_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("inner").mkdir()
     monkeypatch.chdir("inner")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack._tensor_classes import inner_tensors
 from trainstack.checkpointing.encoding import SPARSE_LAYOUTS, Index, array_as_tensor
 from trainstack.checkpointing.encoding import describe as place_of
@@ -80,7 +81,7 @@ def _leaf(where: str, one: Any, other: Any) -> Iterator[Difference]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, one row for each element."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    return bytes_of(tensor).reshape(tensor.numel(), tensor.element_size())
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from trainstack._deferred import DeferredTensor, whole
+from trainstack._tensor_bytes import bytes_of
 from trainstack.checkpointing.checksums import (
     CHUNK_BYTES,
     CheckedReader,
@@ -99,7 +100,7 @@ def _write_tensor(
     """Write a tensor. A deferred one is freed at the end."""
     flat = whole(tensor).detach().resolve_conj().resolve_neg()
     plain = flat.to("cpu").contiguous()  # not `.cpu()`, which apex O1 replaces by one that returns float32
-    data = _bytes_of(plain) if plain.numel() else memoryview(b"")
+    data = _memory_of(plain) if plain.numel() else memoryview(b"")
     if len(data) != entry.size:
         raise CheckpointError(f"the tensors do not have the sizes of the layout: {name!r} has {len(data)} bytes.")
     start = entry.start
@@ -161,7 +162,7 @@ def defer_tensors(
                 tensors[name] = DeferredTensor(shape, dtype, place.read, place.read_rows)
             else:
                 tensors[name] = torch.empty(shape, dtype=dtype)
-                targets |= {name: _bytes_of(tensors[name])} if size else {}
+                targets |= {name: _memory_of(tensors[name])} if size else {}
             start += size
         chunks = index.chunks(reader.position, targets)
         reader.read_chunks((chunk for chunk in chunks if chunk.target is not None) if verified else chunks)
@@ -196,7 +197,7 @@ class _StoredTensor:
         if not made.numel():
             return made
         row = entry.size // entry.shape[0]
-        target, begin, over = _bytes_of(made), first * row, end * row
+        target, begin, over = _memory_of(made), first * row, end * row
         edges = list[tuple[Chunk, int]]()
 
         def wanted() -> Iterator[Chunk]:
@@ -259,7 +260,7 @@ def _read_all(reader: CheckedReader, index: FileIndex | None) -> dict[str, torch
         raise CheckpointDamagedError(
             f"{reader.path} is refused: not enough memory for {reader.size:,} bytes ({error})."
         ) from error
-    targets = {name: _bytes_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    targets = {name: _memory_of(tensor) for name, tensor in tensors.items() if tensor.numel()}
     start = reader.position
     reader.read_chunks(_unnamed(start, targets) if index is None else index.chunks(start, targets))
     return tensors
@@ -277,8 +278,8 @@ def _unnamed(start: int, targets: Mapping[str, memoryview]) -> Iterator[Chunk]:
         start += len(view)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    return bytes_of(tensor).numpy().data
 
 
 def _byte_count(dtype: torch.dtype, shape: list[int]) -> int:

@@ -16,7 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 import trainstack
-from trainstack.errors import ConfigurationError, LaunchError, NonFiniteError, PeerError, TrainstackError
+from trainstack.errors import ConfigurationError, LaunchError, NonFiniteError, PeerError, Preempted, TrainstackError
 from trainstack.trainer import ModuleInterface
 
 FORM = "Write FILE.py:NAME or package.module:NAME, such as my.py:MyModule."
@@ -31,12 +31,17 @@ def report_user_errors() -> Iterator[None]:
     """Turn an error into `UserCodeError`, unless the library or the system refused the command line.
 
     A `TrainstackError` or `OSError` without a frame of a file of the user's is printed as one line. A failure in
-    the middle of a training, or in another process, keeps its text.
+    the middle of a training, or in another process, keeps its text. An exit of the user's code is an error too:
+    otherwise its code would be that of the command, and 0 would say that the command has succeeded.
     """
     try:
         yield
-    except UserCodeError:
+    except (UserCodeError, Preempted):
         raise
+    except SystemExit as error:
+        if _first_frame_of_user(error) is None:  # such as --help
+            raise
+        raise UserCodeError from _from_user(error)
     except (PeerError, LaunchError, NonFiniteError) as error:
         raise UserCodeError from _from_user(error)
     except (TrainstackError, OSError) as error:
@@ -47,7 +52,7 @@ def report_user_errors() -> Iterator[None]:
         raise UserCodeError from _from_user(error)
 
 
-def _from_user(error: Exception) -> Exception:
+def _from_user(error: BaseException) -> BaseException:
     """`error` with the traceback from the first frame of the user's code on; unchanged without such a frame."""
     return error.with_traceback(_first_frame_of_user(error) or error.__traceback__)
 

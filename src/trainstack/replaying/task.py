@@ -7,7 +7,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from trainstack.backends.spec import parse_spec, registered_backend
 from trainstack.errors import ConfigurationError
 from trainstack.replaying.arguments import arguments_of_leg, arguments_of_run
 from trainstack.replaying.comparison import Span
-from trainstack.replaying.differing import describe_differences
 from trainstack.replaying.judging import LegReplay, read_logs
 from trainstack.replaying.recorded import Leg, RecordedRun, check_is_run, read_run, step_of
 from trainstack.replaying.report import ReplayReport
-from trainstack.replaying.scratch import Engine
+from trainstack.replaying.scratch import Engine, decides
+from trainstack.step_log import Start
 from trainstack.trainer import TrainerArguments
 from trainstack.verifying.trial import Surroundings
 from trainstack.verifying.until import Until
 
 DAY_S = 86_400.0  # the default timeout; most replays are much shorter
+_ABSENT = "(absent)"
 TOLERANCE = 1e-4  # relative; another order of float32 sums differs by less in a few steps
 
 
@@ -202,10 +203,33 @@ class _Notes:
         """Whether the replay has begun. If so, its differences are reported."""
         logs = read_logs(self._place, 1)
         if logs and logs[0].segments:
-            self.found = describe_differences(self._leg, logs[0].segments[0])
+            self.found = _describe_differences(self._leg, logs[0].segments[0])
             for note in self.found:
                 self._say(f"note: {note}")
         return self.found is not None
+
+
+def _describe_differences(leg: Leg, replayed: Start) -> list[str]:
+    """Sentences for the groups of facts in which a replay differs from the recorded session, one for each group."""
+    before, now = leg.end.description, replayed.description
+    sentences = []
+    for group in before:
+        if group == "weights" or (group == "optimizers" and replayed.resumed_step != leg.end.resumed_step):
+            continue  # weights are compared elsewhere; learning rates depend on the step at which a session begins
+        texts = _changes(group, before[group], now.get(group, {}))
+        if texts:
+            sentences.append(f"other {group} than recorded: {'; '.join(texts)}")
+    return sentences
+
+
+def _changes(group: str, before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Each changed fact, as text. The file of a script has another module name when it is imported, so names are
+    ignored."""
+    names = [name for name in dict.fromkeys((*before, *now)) if group != "arguments" or decides(name)]
+    if group == "code":
+        names = [name for name in before if before[name] not in now.values()]
+    rows = [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
+    return [f"{name} was {one}, and is {other}" for name, one, other in rows if one != other]
 
 
 def _joined(one: ReplayReport, other: ReplayReport) -> ReplayReport:

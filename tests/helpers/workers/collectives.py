@@ -173,3 +173,28 @@ def selected() -> dict[str, Any]:
         found = {"device": str(world.device), "open": gpu.index, "joined": joined}
         stack.close()
         return found | {"closed": gpu.index}
+
+
+class Strided(Classifier):
+    """A buffer and predictions with one element, which is not next to another one in memory."""
+
+    def __init__(self, count: int = 17) -> None:
+        super().__init__(numbers(count), validate=True)
+        self.register_buffer("factor", torch.tensor([[0.5, 2.0]])[:, 0])
+
+    def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return super().train_step(global_step, batch, device) * self.factor.sum()
+
+    def predict_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return self.net(batch[0])[:, 0]
+
+
+def strided(folder: str) -> list[float]:
+    """Train, save, and predict; the last batch has one sample."""
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    args = arguments(folder, backend="ddp", val_batch_size=8, checkpointer_args=saving, record="full")
+    trainer = ts.Trainer(module := Strided(), args)
+    trainer.train()
+    found: list[float] = trainer.predict(module.dataset).tolist()
+    trainer.trainer_backend.close()
+    return found

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainstack._store import TimedStore
+from trainstack._tensor_bytes import bytes_of
 from trainstack.backends.processes.headers import INLINE, Header, merge_headers, merge_over_ranks
 from trainstack.backends.processes.network import connects_lazily
 from trainstack.backends.processes.peer_report import MOST_LINES, rank_list
@@ -300,7 +301,7 @@ class GroupCommunicator(Communicator):
 
         if self.size == 1 or not tensor.numel():
             return tensor
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        flat = bytes_of(tensor)
         return merge_over_ranks(flat, merge_bytes, self._group).view(tensor.dtype).reshape(tensor.shape)
 
     def broadcast_object(self, value: Any, what: str = "") -> Any:
@@ -336,23 +337,23 @@ class GroupCommunicator(Communicator):
         for begin in range(0, max(counts) if size else 0, chunk):
             here = [max(0, min(count - begin, chunk)) for count in counts]
             mine = rows[begin : begin + here[self.rank]].contiguous()  # gloo lacks some dtypes, but has bytes
-            parts = self._all_gather_uneven(mine.reshape(-1).view(torch.uint8), [size * n for n in here])
+            parts = self._all_gather_uneven(bytes_of(mine), [size * n for n in here])
             for first, count, part in zip(begins, here, parts, strict=True):
                 target = whole[first + begin : first + begin + count]
-                target.reshape(-1).view(torch.uint8).copy_(part)
+                bytes_of(target).copy_(part)
         return whole
 
     def rows_to_main(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         if self.rank:
             if rows.nbytes:
-                _wait_for(dist.isend(as_bytes(rows), group=self._group, group_dst=0, tag=_ROWS_TAG))
+                _wait_for(dist.isend(bytes_of(rows), group=self._group, group_dst=0, tag=_ROWS_TAG))
             return rows[:0]
         whole = rows.new_empty((sum(counts), *rows.shape[1:]))
         for sender, part in enumerate(torch.split(whole, list(counts))):
             if not sender:
                 part.copy_(rows)
             elif part.nbytes:
-                _wait_for(dist.irecv(as_bytes(part), group=self._group, group_src=sender, tag=_ROWS_TAG))
+                _wait_for(dist.irecv(bytes_of(part), group=self._group, group_src=sender, tag=_ROWS_TAG))
         return whole
 
     def encoded(self, value: Any, what: str) -> Tensor:
@@ -484,8 +485,9 @@ class GroupCommunicator(Communicator):
 
     def broadcast_(self, tensor: Tensor) -> None:
         if tensor.numel():
-            # as bytes: gloo and nccl lack int16, uint16, uint32, uint64 and float8 (torch 2.13.0)
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._for_gradients, group_src=0)
+            # As bytes: gloo and nccl lack int16, uint16, uint32, uint64 and float8 (torch 2.13.0). `view` refuses a
+            # tensor that `bytes_of` would copy.
+            dist.broadcast(bytes_of(tensor.view(-1)), group=self._for_gradients, group_src=0)
 
     def put(self, name: str, text: str) -> None:
         self._store.set(f"said/{name}", text)
@@ -553,11 +555,6 @@ def _room(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     except (RuntimeError, TypeError, OverflowError) as error:
         raise PeerError(f"there is not enough memory for the {size} bytes that another process sends.") from error
-
-
-def as_bytes(rows: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8, because gloo lacks some dtypes."""
-    return rows.reshape(-1).view(torch.uint8)
 
 
 def _wait_for(work: Any) -> None:

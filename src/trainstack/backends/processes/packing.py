@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack.backends.processes.world import World
 
 _BUCKET_BYTES = 32 << 20
@@ -42,8 +43,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of dense tensors on one device, as one new uint8 tensor."""
-    flat = [tensors[i].detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for i in _by_size(tensors)]
-    return torch.cat([part.view(torch.uint8) for part in flat])
+    return torch.cat([bytes_of(tensors[i].detach().resolve_conj().resolve_neg()) for i in _by_size(tensors)])
 
 
 def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

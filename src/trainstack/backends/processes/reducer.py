@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack.backends.processes.borrowed import Borrowed
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.packing import in_buckets
@@ -354,8 +355,7 @@ def _describe(parameters: Iterable[nn.Parameter]) -> list[int]:
 
 
 def _digest(parameter: nn.Parameter) -> str:
-    values = parameter.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(bytes_of(parameter.detach().cpu()).numpy().tobytes()).hexdigest()
 
 
 @contextmanager

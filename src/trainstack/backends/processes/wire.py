@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack.errors import ModuleContractError, PeerError
 
 BLOB_BYTES = 1 << 16
@@ -315,9 +316,7 @@ class _Encoder:
                 self._tensor(getattr(value, part)())
             return
         try:
-            flat = (
-                value.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8) if whole else None
-            )
+            flat = bytes_of(value.resolve_conj().resolve_neg().cpu()) if whole else None
         except RuntimeError:  # a dtype without a storage
             flat = None
         if flat is None:

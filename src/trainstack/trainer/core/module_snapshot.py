@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack._tensor_classes import is_sharded
 
 _Registry = dict[str, Any]
@@ -115,17 +116,13 @@ class _Value:
         if self.plain and self._moved:
             self.tensor.data = self.memory
         # Unchanged values are not written: the memory may be read-only or belong to an expanded tensor.
-        if not (self.plain and torch.equal(_bytes(self.memory), _bytes(self.copy))):
+        if not (self.plain and torch.equal(bytes_of(self.memory), bytes_of(self.copy))):
             self.memory.copy_(self.copy)
 
     @property
     def _moved(self) -> bool:
         """Whether the tensor now has another memory, shape or dtype."""
         return self.tensor.dtype is not self.memory.dtype or not self.tensor.is_set_to(self.memory)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _submodules(module: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack._tensor_classes import inner_tensors, is_sharded, map_inner, plain_parts
 from trainstack.checkpointing.difference import differences
 
@@ -170,8 +171,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8)
+    return bytes_of(tensor.detach().resolve_conj().resolve_neg())
 
 
 def memory_of(tensors: Iterable[Tensor]) -> set[int]:

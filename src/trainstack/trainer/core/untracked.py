@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainstack._tensor_bytes import bytes_of
+
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -97,7 +99,7 @@ def _fingerprint(value: Any) -> str | None:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return None
-        value = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        value = bytes_of(value.detach().to("cpu")).numpy()
     if isinstance(value, np.ndarray):
         return None if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, Mapping):

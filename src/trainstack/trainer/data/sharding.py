@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack.backends import Communicator
 from trainstack.errors import ModuleContractError
 from trainstack.trainer.data.epochs import datasets_in, samplers_of
@@ -116,7 +117,7 @@ def _digest(item: Any, value: int, whole: bool, depth: int) -> int:
             return value
         flat = item.detach().reshape(-1)
         step = 1 if whole else -(-flat.shape[0] // _SAMPLED_ELEMENTS)
-        return zlib.crc32(flat[::step].contiguous().view(torch.uint8).numpy().data, value)
+        return zlib.crc32(bytes_of(flat[::step]).numpy().data, value)
     if isinstance(item, np.ndarray) and item.dtype.hasobject is False:
         value = zlib.crc32(f"{item.shape}{item.dtype}".encode(), value)
         step = 1 if whole else -(-item.size // _SAMPLED_ELEMENTS) or 1

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
+from trainstack._tensor_bytes import bytes_of
 from trainstack.step_log.format import ABSENT
 from trainstack.trainer.core.fingerprints import (
     checksums,
@@ -63,8 +64,7 @@ def _start_digest(tensor: Tensor) -> int | Tensor:
     """
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return start_checksums([tensor])[0]
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return xxh3_64_intdigest(plain.view(torch.uint8).numpy().data)
+    return xxh3_64_intdigest(bytes_of(tensor.detach().resolve_conj().resolve_neg()).numpy().data)
 
 
 def digest_generators(device: torch.device) -> dict[str, int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainstack._deferred import DeferredTensor, materialized, split, whole
 from trainstack._files import read_small
+from trainstack._tensor_bytes import bytes_of
 from trainstack.backends import World
 from trainstack.checkpointing import Checkpoint
 from trainstack.checkpointing.checksums import digest
@@ -191,7 +192,7 @@ class _Spool:
         """Store `tensor` at the end."""
         if self._file is None:
             return
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = bytes_of(tensor).numpy().data
         if self._writes:
             self._file.seek(self._end)
             self._file.write(data)
@@ -211,7 +212,7 @@ class _Spooled:
 
     def read(self) -> Tensor:
         made = torch.empty(self.shape, dtype=self.dtype)
-        data = made.reshape(-1).view(torch.uint8).numpy().data
+        data = bytes_of(made).numpy().data
         self.file.seek(self.start)
         if self.file.readinto(data) != len(data) or digest(data) != self.hash:  # type: ignore[attr-defined]
             raise CheckpointDamagedError("the temporary file with the checkpoint has changed. Start again.")

@@ -9,6 +9,8 @@ from operator import is_not
 import torch
 from torch import Tensor
 
+from trainstack._tensor_bytes import bytes_of
+
 FOLD = 509
 """Columns into which the 64-bit words of a tensor are folded. A prime, so that rows of a weight that change places do
 not meet in the same columns."""
@@ -152,7 +154,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def _split(key: _Key, flat: Tensor) -> _Words:
-    data = flat.view(torch.uint8)
+    data = bytes_of(flat)
     count = data.numel() // 8
     words, rest = data[: 8 * count].view(torch.int64), data[8 * count :]
     summed = count - count % FOLD if count > 2 * FOLD else 0
