@@ -154,11 +154,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
     ) -> None:
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
-        if isinstance(trainer_backend, str):
-            args = replace(args, backend=trainer_backend)
-        args = _settled(args, module, metrics, checkpointer)
-        trainer_backend = _stack_of(trainer_backend, args, self)
-        checkpointer = _checkpointer_of(checkpointer, args)
+        args = _settled(args, module, trainer_backend, metrics, checkpointer)
+        trainer_backend, checkpointer = _stack_of(trainer_backend, args, self), _checkpointer_of(checkpointer, args)
         self._context = context = RunContext(
             module=module,
             args=args,
@@ -534,9 +531,15 @@ def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments)
 
 
 def _settled(
-    args: TrainerArguments, module: ModuleInterface, metrics: Any, checkpointer: AbstractCheckpointer | None
+    args: TrainerArguments,
+    module: ModuleInterface,
+    backend: Any,
+    metrics: Any,
+    checkpointer: AbstractCheckpointer | None,
 ) -> TrainerArguments:
     """Return the arguments of a run of `module`; seeds the generators of the process if `seed_everything` is set."""
+    if isinstance(backend, str):
+        args = replace(args, backend=backend)
     if args.seed_everything:
         seed_everything(args.seed)
     return complete_monitor(limit_for_dev_run(args), module, metrics, checkpointer)

@@ -38,6 +38,9 @@ def test_unused_steps_of_an_early_stop_keep_their_planned_noise(ledger: SpendLed
     assert again.unused == [(0.5, 0.02, 7)]
     again.plan_steps(5)
     assert again._stated == [(0.5, 0.02, 10), (4.0, 0.02, 5)]
+    planned = make_accountant(SpendLedger(ledger.path), noise_multiplier=0.5, allow_plan_change=True)
+    planned.update_state(through_json(again))
+    assert planned.plan_steps(2) == [(0.5, 0.02, 10)]  # more steps of the same noise are recorded than planned now
     spend(again, 2)
     assert (again.unused, again.history) == ([(0.5, 0.02, 7)], [(0.5, 0.02, 3), (4.0, 0.02, 2)])
     whole = epsilon_of([(0.5, 0.02, 10), (4.0, 0.02, 2)], 1e-5, "rdp")

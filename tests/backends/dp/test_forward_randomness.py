@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
@@ -23,6 +24,7 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.vmap import VmapMode
+from trainstack.backends.dp.random_functions import HANDLERS
 from trainstack.backends.dp.record_streams import _GOLDEN, RecordStreams, _mixed, _wrapped
 from trainstack.backends.random_streams import RandomStreams, set_torch_state
 from trainstack.backends.workload import Draw
@@ -95,6 +97,28 @@ def test_all_of_the_state_of_torchs_generator_is_set() -> None:
 
     assert (drawn == (twister.random_raw(2000) % 2**31).astype(np.int32)).all()
     assert generator.initial_seed() == marker
+
+
+class Counting:
+    """A source of equally spaced numbers."""
+
+    def uniform(self, like: Tensor) -> Tensor:
+        return torch.linspace(0.0, 0.9, like.numel()).reshape(like.shape)
+
+    normal = uniform
+
+
+@pytest.mark.parametrize("func", [F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout])
+def test_a_dropout_writes_to_its_input_only_in_place(func: Any) -> None:
+    given = torch.arange(1.0, 25.0).reshape(2, 3, 4)
+    made = []
+    for inplace in (False, True):
+        x = given.clone()
+        made.append(HANDLERS[func](Counting(), func, x, 0.5, True, inplace))
+        assert (made[-1] is x) == inplace
+        assert torch.equal(x, given) != inplace
+    assert torch.equal(*made)
+    assert not torch.equal(made[0], given)
 
 
 @pytest.mark.parametrize("mode", MODES)

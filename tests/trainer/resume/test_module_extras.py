@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import trainstack as ts
-from tests.helpers.modules import Classifier, arguments, numbers, weights
+from tests.helpers.modules import Classifier, InMemory, arguments, numbers, weights
+from trainstack.trainer.core.state_tree import same
 
 SAVING = ts.DefaultCheckpointerArguments(every_n_steps=1)
 STOP_AT = 6
@@ -184,6 +186,24 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in whole.parameters()]
     for name, buffer in whole.named_buffers():
         assert torch.equal(dict(resumed.named_buffers())[name], buffer), name
+
+
+def test_training_on_does_not_write_to_the_states_of_a_checkpointer(tmp_path: Path) -> None:
+    class Counted(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", None)
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.steps = torch.zeros(1) if self.steps is None else self.steps
+            self.steps += 1
+            return super().train_step(global_step, batch, device)
+
+    kept = InMemory()
+    ts.Trainer(Counted(), arguments(tmp_path / "one", epochs=1), checkpointer=kept).train()
+    before = copy.deepcopy(kept.kept[-1])
+    ts.Trainer(Counted(), arguments(tmp_path / "two", epochs=3, resume=True), checkpointer=kept).train()
+    assert same(before, kept.kept[0])
 
 
 class Tables(Small):

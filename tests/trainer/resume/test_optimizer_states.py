@@ -183,6 +183,19 @@ def test_two_optimizers_are_matched_by_their_parameters() -> None:
     assert bits(other) == bits(module)
 
 
+def test_two_schedules_of_one_class_and_optimizer_keep_their_own_states() -> None:
+    def make() -> tuple[Vectors, torch.optim.Optimizer, list[Any]]:
+        module = Vectors(("a",))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return module, optimizer, [schedulers.ExponentialLR(optimizer, gamma) for gamma in (0.5, 0.9)]
+
+    module, optimizer, rates = make()
+    saved = copy.deepcopy(states_of(module, [optimizer], rates).get_state())
+    again, optimizer, restored = make()
+    states_of(again, [optimizer], restored).update_state(saved, LOG)
+    assert [rate.gamma for rate in restored] == [0.5, 0.9]
+
+
 def saved_of(layout: Sequence[Sequence[str]], make: Make = MAKERS["AdamW"]) -> dict[str, Any]:
     module = Vectors([name for names in layout for name in names])
     optimizer = make(groups_of(module, layout))

@@ -330,6 +330,19 @@ def test_one_process_fetches_samples_for_checkpoints_only(
     assert len(copies) == times
 
 
+def test_arrays_and_tensors_above_64_kib_are_shared_by_the_copy() -> None:
+    class Holds(TensorDataset):
+        def __init__(self) -> None:
+            super().__init__(*numbers(9).tensors)
+            self.kept = [np.zeros(2**16, dtype=np.uint8), torch.zeros(2**16, dtype=torch.uint8)]
+            self.shared = [np.zeros(2**16 + 1, dtype=np.uint8), torch.zeros(2**16 + 1, dtype=torch.uint8)]
+
+    data = Holds()
+    copied = copy_dataset(data)
+    assert [one is other for one, other in zip(copied.kept, data.kept, strict=True)] == [False, False]
+    assert [one is other for one, other in zip(copied.shared, data.shared, strict=True)] == [True, True]
+
+
 def test_comparing_samples_does_not_change_counters_of_the_dataset(tmp_path: Path) -> None:
     class Counting(TensorDataset):
         def __init__(self) -> None:
