@@ -53,6 +53,10 @@ def _replay(args: argparse.Namespace) -> int:
         raise ConfigurationError(_without_target(folder))
     if args.follow and (args.first is not None or args.last is not None):
         raise ConfigurationError("--follow replays all steps as they are made. Remove --from and --to.")
+    for name in ("workers", "tolerance", "interval"):
+        given = getattr(args, name)
+        if given is not None and not given >= 0:
+            raise ConfigurationError(f"--{name} {given}: write a number, 0 or more.")
     config = args.config or folder / CONFIG
     options: dict[str, Any] = {name: getattr(args, name) for name in ("nproc", "workers", "tolerance")}
     with report_user_errors():
