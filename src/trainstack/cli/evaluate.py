@@ -38,8 +38,7 @@ _OF_TRAINING = frozenset(
     | {"fast_dev_run", "overfit_batches", "max_val_steps_per_epoch"}
 )
 """Keys in the `config.yaml` of a run that say how its training began, or limit its validations."""
-_OF_SAVING = frozenset({"load_dir", "load_filename", "delete_existing_checkpoints"})
-"""The same among its `checkpointer_args`."""
+_OF_SAVING = frozenset({"load_dir", "load_filename", "delete_existing_checkpoints"})  # among its `checkpointer_args`
 _STEPS = {"validate": "val", "test": "test"}
 _ABOUT = (
     " PATH is the folder of a run (its last checkpoint, or the best one with --resume best), a checkpoint, a file best "

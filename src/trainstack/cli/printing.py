@@ -225,7 +225,6 @@ _COLORS: Mapping[str, Mapping[str, str | None]] = {
     "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
 }
 """The variables of each value of `--color`, which rich, Python and child processes read; None removes one."""
-_FLAGS = {"q": "quiet", "v": "verbose"}
 _FLAG = re.compile("-([qv]+)|--(quiet|verbose)")
 
 
@@ -270,7 +269,7 @@ def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]
     for word in own:
         name, equals, value = word.partition("=")
         if flag := _FLAG.fullmatch(word):
-            given |= {_FLAGS[letter] for letter in flag[1] or flag[2][0]}
+            given |= set(flag[1] or flag[2][0])
         elif name == "--color":
             color = value if equals else next(own, "")
             if color not in _COLORS:
@@ -279,7 +278,7 @@ def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]
             left.append(word)
     if len(given) > 1:
         raise ConfigurationError("-q prints nothing, and -v prints more. Remove one of them.")
-    return [*left, *words[at:]], OutputOptions("quiet" in given, "verbose" in given, color, "--json" in left)
+    return [*left, *words[at:]], OutputOptions("q" in given, "v" in given, color, "--json" in left)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

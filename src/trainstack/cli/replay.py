@@ -64,7 +64,7 @@ def _replay(args: argparse.Namespace) -> int:
     parameters = module_parameters(config, makes_module)
     make: Callable[..., Any] = partial(makes_module, **parameters) if parameters else makes_module
     options["args"] = None if args.config is None else read_arguments(config)
-    say = _print_nothing if args.json else print_at_once
+    say: Callable[[str], None] = (lambda _: None) if args.json else print_at_once
     if args.follow:
         report = follow(make, folder, interval_s=args.interval, say=lambda found: say(str(found)), **options)
     else:
@@ -76,10 +76,6 @@ def _replay(args: argparse.Namespace) -> int:
     elif report is None:
         print_line("the run has ended without a recorded step")
     return FAILED if report is not None and not report.same else 0
-
-
-def _print_nothing(_: str) -> None:
-    pass
 
 
 def _without_target(folder: Path) -> str:
