@@ -60,6 +60,12 @@ def test_the_lineage_of_new_weights_has_no_parent(tmp_path: Path, capsys: pytest
     assert call(capsys, "lineage", tmp_path)[0] == 2
 
 
+def test_lineage_of_a_folder_names_a_checkpoint_in_it(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "lineage", runs / "b")
+    assert (code, out) == (2, "")
+    assert f"Name one of those in it, such as {runs / 'b' / 'checkpoints' / 'checkpoint-'}" in err
+
+
 def test_show_mentions_the_parent(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = call(capsys, "show", runs / "b" / "checkpoints" / "last")[1]
 

@@ -107,6 +107,8 @@ def test_the_module_of_a_file_takes_the_options_of_train(write: Write, capsys: p
         (["--steps", "2", "my.py:Mine"], "my.py:Mine"),
         (["--device", "cuda:0", "my.py"], "my.py"),
         (["package.module:Mine", "--json"], "package.module:Mine"),
+        (["--steps", "2", "package.module:Mine"], "package.module:Mine"),
+        (["--json", "--device", "cuda:0", "package.module:Mine"], "package.module:Mine"),
         (["sp-bf16", "ddp"], None),
         ([], None),
     ],
@@ -130,6 +132,8 @@ def test_the_text_has_check_place_and_remedy(write: Write, capsys: pytest.Captur
         ("x = 1", (), "script_f.py does not train, and has no ModuleInterface. Write script_f.py:NAME"),
         (MODULE, ("--ignore", "D999"), "--ignore D999: there is no such check."),
         (MODULE, ("--epochz", "1"), "--epochz"),
+        (MODULE, ("--steps", "0"), "--steps 0: write a whole number, 1 or more."),
+        (MODULE + TRAINS % 8, ("--epochs", "1"), "trains when it is imported, with its own arguments, so --epochs 1"),
         (MODULE + "raise KeyError('mine')", (), "KeyError: 'mine'"),
     ],
 )
@@ -138,6 +142,33 @@ def test_a_script_that_cannot_be_checked_gets_a_reason(
 ) -> None:
     assert main(["doctor", write("script_f.py", text), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("returned", ["TRAIN", "{'a': TRAIN}", "(Line(), [])"])
+def test_another_object_than_a_module_is_refused(
+    returned: str, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("script_k.py", MODULE + f"def make():\n    return {returned}\n")
+    assert main(["doctor", f"{file}:make"]) == 2
+    shown = capsys.readouterr().err
+    assert "Write an instance of a class derived from ModuleInterface." in shown
+    assert shown.count("\n") == 1
+
+
+def test_options_make_the_module_of_a_file_that_trains_on_import(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("script_l.py", MODULE + TRAINS % 1)
+    for options, expected in ((), ["D109", "D606"]), (("--train_batch_size", "8"), ["D606"]):
+        assert ids(diagnosed(capsys, f"{file}:Line", *options)[1]) == expected
+
+
+def test_the_json_of_a_script_that_prints_is_the_whole_output(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("script_m.py", MODULE + guarded("print('by the script')\n" + TRAINS % 8))
+    assert main(["doctor", file, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["target"] == file
+    assert err == "by the script\n"
 
 
 @pytest.mark.parametrize("name", ["", ":Line"])

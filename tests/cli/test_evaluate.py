@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,17 @@ class Named(Line):
 class Halved(Line):
     def predict_step(self, global_step, batch, device):
         return self.model(batch[0]), self.model(batch[0])[:1]
+
+
+class Loud(Line):
+    def val_step(self, global_step, batch, device):
+        print("in the step")
+        return super().val_step(global_step, batch, device)
+
+
+class Empty(Line):
+    def get_test_dataloaders(self, sampler, batch_size):
+        return DataLoader(TensorDataset(X[:0], X[:0]), batch_size=batch_size)
 
 
 class Bare(SupervisedModule):
@@ -190,6 +202,73 @@ def test_options_for_the_begin_of_the_training_have_no_effect(
     assert files(Path(run)) == before
 
 
+@pytest.fixture(scope="module")
+def limited(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The limited run `runs/of` in another folder, which began with the weights of `run`."""
+    folder = tmp_path_factory.mktemp("limited")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        words = ["--epochs", "4", "--train_batch_size", "4", "--val_batch_size", "2", "--progress", "none"]
+        words += ["--module.hidden", "3", "--overfit_batches", "1", "--max_val_steps_per_epoch", "1"]
+        words += ["--checkpointer_args.save_dir", "runs/of/saved", "--checkpointer_args.delete_existing_checkpoints"]
+        words += ["--checkpointer_args.load_dir", str(trained / "run" / "checkpoints"), "--resume_mode", "weights"]
+        assert main(["train", str(trained / "my.py:Line"), *words, "--output_dir", "runs/of"]) == 0
+        sys.modules.pop("my")
+    return folder / "runs" / "of"
+
+
+def test_arguments_for_the_training_leave_data_and_weights_of_an_evaluation(
+    limited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = limited / "saved"
+    before = files(limited)
+    for path in (limited, next(saved.glob("checkpoint-model-*"))):
+        found = answer(capsys, "validate", "my.py:Line", str(path))
+        assert found["metrics"] == {"val/loss": pytest.approx(loss_of(str(saved / "last"), slice(5)))}
+        assert found["global_step"] == 4
+    assert files(limited) == before
+
+
+def test_a_run_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree("run", tmp_path / "run", ignore=lambda folder, names: {"checkpoints"} & set(names))
+    for resume in ("last", "best", "auto"):
+        assert main(["validate", "my.py:Line", str(copy), "--resume", resume]) == 2
+        said = f"the run {copy} has no checkpoint in {copy}/checkpoints. Name another run, a checkpoint or an export."
+        assert capsys.readouterr().err == f"trainstack: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "weights", "step"),
+    [
+        (("--init_weights_from", "EXPORT"), "EXPORT", 9),
+        (("--output_dir", "run", "--resume", "last"), "{here}/run/checkpoints/checkpoint-000000009", 9),
+        (("--resume_mode", "weights", "--resume", "run/checkpoints/best"), "run/checkpoints/best", 3),
+        (("--checkpointer_args.load_dir", "run/checkpoints"), "{here}/run/checkpoints/checkpoint-000000009", 9),
+        (("--output_dir", "new", "--resume", "auto"), None, 0),
+    ],
+)
+def test_the_loaded_weights_and_their_step_are_named(
+    options: tuple[str, ...], weights: str | None, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [export() if word == "EXPORT" else word for word in options]
+    found = answer(capsys, "validate", "my.py:Line", "--module.hidden", "3", *given)
+    named = None if weights is None else weights.replace("EXPORT", export()).format(here=Path.cwd())
+    assert (found["weights"], found["global_step"]) == (named, step)
+
+
+def test_the_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "my.py:Loud", "run", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["weights"] == "run"
+    assert set(err.splitlines()) == {"in the step"}
+    assert main(["validate", "my.py:Line", "run", "--module.fails", "--json"]) == 1
+    out, err = capsys.readouterr()
+    said = json.loads(err)
+    assert (out, said["error"], said["class"]) == ("", "RuntimeError: in the step of the user", "RuntimeError")
+    assert any('my.py", line' in line for line in said["traceback"])
+
+
 def test_predictions_are_written_in_three_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = model_of("run/checkpoints/best")(torch.linspace(-1, 1, 12).unsqueeze(1)[5:]).detach()
     for end in ("pt", "npz", "jsonl"):
@@ -235,6 +314,17 @@ def test_a_function_gives_other_data(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["test", "my.py:Line", "."], "is not a checkpoint: it has no MANIFEST.json"),
         (["validate", "my.py:Line", "run/checkpoints/best", "--resume", "last"], "Remove one of them."),
         (["validate", "my.py:Line", "run", "--init_weights_from", "run/checkpoints/best"], "Remove one of them."),
+        (
+            ["validate", "my.py:Line", "run", "--resume", "run"],
+            "run names the weights, and so does resume: run. Remove one of them.",
+        ),
+        (
+            ["validate", "my.py:Line", "run", "--checkpointer_args.load_dir", "no"],
+            "checkpointer_args.load_dir: no. Remove one of them.",
+        ),
+        (["predict", "my.py:Line", "run", "--fast_dev_run", "1"], "fast_dev_run: 1 is for trainings"),
+        (["validate", "my.py:Line", "run", "--overfit_batches", "1"], "overfit_batches: 1 is for trainings"),
+        (["test", "my.py:Empty", "run"], "batch_size), with at least one batch, and return the loss"),
         (["validate", "my.py:Bare"], "Bare has recorded no metric of validate. Define get_val_dataloaders("),
         (["test", "my.py:Bare"], "Bare has no test data. Define get_test_dataloaders(sampler, batch_size)."),
         (

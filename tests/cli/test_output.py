@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,18 @@ def test_json_is_one_object_with_format_and_readable_infinities(
         assert found["checkpoints"][0]["created"].endswith("Z")
 
 
+@pytest.mark.parametrize("action", ["ls", "verify", "scrub", "lineage"])
+def test_the_documentation_has_the_keys_of_the_json(
+    action: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", action, str(folder / NAME if action == "lineage" else folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| `checkpoints {action}` | `"))
+    (entry,) = found.get("checkpoints") or found.get("entries") or [{}]
+    assert set(re.findall("`([a-z_]+)`", row)) >= {*found, *entry} - {"format"}
+
+
 def test_errors_are_json_with_the_option_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, kind in (
         (["checkpoints", "ls", str(tmp_path / "no"), "--json"], "CheckpointNotFoundError"),
@@ -246,6 +259,39 @@ def test_errors_are_json_with_the_option_json(tmp_path: Path, capsys: pytest.Cap
         said = json.loads(capsys.readouterr().err)
         assert (said["format"], said["class"]) == (1, kind)
         assert said["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["plan", "FILE:X"], 1), (["replay", "run", "FILE:X"], 2), (["doctor", "FILE"], 2)]
+)
+def test_an_error_of_the_user_is_one_json_object(
+    words: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "unfinished.py"
+    file.write_text("def f(:\n")
+    assert main([word.replace("FILE", str(file)) for word in words] + ["--json"]) == code
+    out, err = capsys.readouterr()
+    said = json.loads(err)
+    assert (out, said["class"], said["traceback"][-1]) == ("", "SyntaxError", "SyntaxError: invalid syntax")
+    assert ("write them after --" in said["error"]) is (words[0] == "doctor")
+    sys.modules.pop("unfinished", None)
+
+
+@pytest.mark.processes
+def test_other_writers_of_the_output_do_not_join_the_json() -> None:
+    code = (
+        "import os, subprocess, sys; from trainstack.cli.printing import only_json, print_json\n"
+        "with only_json():\n"
+        "    os.write(1, b'c '); print('code '); sys.__stdout__.write('kept '); subprocess.run(['echo', 'process '])\n"
+        "    print_json({'a': 1})\n"
+        "print('after')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(30), check=True
+    )
+    assert done.stdout == '{\n "format": 1,\n "a": 1\n}\nafter\n'
+    assert sorted(done.stderr.split()) == ["c", "code", "kept", "process"]
 
 
 @pytest.mark.processes
@@ -327,7 +373,9 @@ def make():
 """
 
 
-@pytest.mark.parametrize("words", [["-q", *PLAN], [*PLAN, "--quiet"], ["plan", "-q", *PLAN[1:], "--json"]])
+@pytest.mark.parametrize(
+    "words", [["-q", *PLAN], [*PLAN, "-qq"], [*PLAN, "--quiet"], ["plan", "-q", *PLAN[1:], "--json"]]
+)
 def test_a_quiet_command_has_only_an_exit_code(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     assert capsys.readouterr() == ("", "")
@@ -404,6 +452,7 @@ def test_color_is_chosen_by_the_option_before_the_environment(
     [
         (["--color", "blue", *PLAN], "--color blue: write auto, always, never."),
         ([*PLAN, "--color"], "--color: write auto, always, never."),
+        ([*PLAN, "-qv"], "-q prints nothing, and -v prints more. Remove one of them."),
         (["-q", "-v", *PLAN], "-q prints nothing, and -v prints more. Remove one of them."),
     ],
 )

@@ -96,6 +96,9 @@ ROWS = [
     (["plan", "--sam", "100"], "unrecognized arguments: --sam 100"),
     (["plan"], "the following arguments are required: --samples"),
     (["checkpoints", "ls", ".", "--verfy"], "Did you mean --verify?"),
+    (["replay", "run", "my.py:module", "--workers", "-1"], "--workers -1: write a number, 0 or more."),
+    (["replay", "run", "my.py:module", "--tolerance", "nan"], "--tolerance nan: write a number, 0 or more."),
+    (["replay", "run", "my.py:module", "--interval=-1"], "--interval -1.0: write a number, 0 or more."),
 ]
 PRIVACY = ["privacy", "epsilon", "--noise-multiplier", "1", "--delta", "1e-5"]
 ROWS += [

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, TROUBLE, print_error, print_json, print_lines, print_traceback
+from trainstack.cli.printing import FAILED, print_json, print_lines
 from trainstack.cli.target import UserCodeError, load_target, modules_of_file, report_user_errors
 from trainstack.errors import ConfigurationError
-from trainstack.trainer import ModuleInterface, TrainerArguments, seed_everything
+from trainstack.trainer import ModuleInterface, Trainer, TrainerArguments, seed_everything
+from trainstack.trainer.misplaced import check_module
 from trainstack.verifying.script_checks.examine import examine
 from trainstack.verifying.script_checks.findings import CHECKS
 from trainstack.verifying.script_checks.script_file import TrainingReached, first_training, train_refused
@@ -36,9 +38,10 @@ class _Subject(NamedTuple):
 
 def script_in(words: Sequence[str]) -> str | None:
     """The script that the words after `doctor` name; None where they name backend strings."""
-    named = [word for word in words if word.endswith(".py") or ".py:" in word]
-    first = words[0] if words and ":" in words[0] else None  # package.module:NAME
-    return first or next(iter(named), None)
+    files = [word for word in words if word.endswith(".py") or ".py:" in word]
+    left = [word for word in words if word != "--json"]  # the other options have a value, such as cuda:0
+    others = [word for before, word in zip(["", *left], left, strict=False) if "-" not in (before[:1], word[:1])]
+    return next((word for word in (*files, *others) if word in files or ":" in word), None)
 
 
 def run(words: Sequence[str]) -> int:
@@ -51,6 +54,8 @@ def run(words: Sequence[str]) -> int:
     try:
         with report_user_errors():
             given, subject = _subject(target, options, script_words)
+            if given.steps < 1:
+                raise ConfigurationError(f"--steps {given.steps}: write a whole number, 1 or more.")
             path = _file_of(target, subject.module)
             report = examine(
                 target,
@@ -62,10 +67,10 @@ def run(words: Sequence[str]) -> int:
                 **subject.given,
             )
     except UserCodeError as error:
-        print_traceback(error.__cause__)
-        if not script_words and target.endswith(".py"):
-            print_error(f"if {target} takes arguments, write them after --: trainstack doctor {target} -- WORD ...")
-        return TROUBLE
+        if script_words or not target.endswith(".py"):
+            raise
+        hint = f"if {target} takes arguments, write them after --: trainstack doctor {target} -- WORD ..."
+        raise UserCodeError(hint) from error.__cause__
     if given.json:
         print_json(report.to_dict())
     else:
@@ -81,21 +86,33 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _subject(target: str, options: Sequence[str], script_words: Sequence[str]) -> tuple[Any, _Subject]:
-    if target.endswith(".py") and not any(word in ("--help", "-h") for word in options):
-        path = Path(target)
+    path, is_file = Path(target), target.endswith(".py")
+    if is_file and not any(word in ("--help", "-h") for word in options):
         source = Source.read(path)
         if _are_own(options) and source is not None:
             given = _parser(target).parse_args(list(options))
             trainer = first_training(path, script_words)
             if trainer is not None:
                 return given, _of_trainer(trainer)
-        target = f"{target}:{_only_module(path)}"
     try:
         with train_refused():
+            target = f"{target}:{_only_module(path)}" if is_file else target
             made_by = load_target(target)
     except TrainingReached as reached:  # the file trains when it is imported, which D606 says
-        return _parser(target).parse_args(list(options)), _of_trainer(reached.trainer)
+        if _are_own(options):
+            return _parser(target).parse_args(list(options)), _of_trainer(reached.trainer)
+        made_by = _made_before(reached, target, options)
     return _of_target(target, made_by, options)
+
+
+def _made_before(reached: TrainingReached, target: str, options: Sequence[str]) -> Callable[..., Any]:
+    """What `target` names in the file that was interrupted where it trains, if it has been defined."""
+    for frame, _ in traceback.walk_tb(reached.__traceback__):
+        found: Any = frame.f_globals.get(target.rpartition(":")[2])
+        if frame.f_code.co_name == "<module>" and found is not None:
+            return cast("Callable[..., Any]", found)
+    why = f"{target} trains when it is imported, with its own arguments, so {' '.join(options)} has no effect"
+    raise ConfigurationError(f'{why}. Remove it, or write if __name__ == "__main__": before the training.')
 
 
 def _only_module(path: Path) -> str:
@@ -104,8 +121,7 @@ def _only_module(path: Path) -> str:
     Raises:
         ConfigurationError: it defines none, or several.
     """
-    with train_refused():
-        names = modules_of_file(path)
+    names = modules_of_file(path)
     if len(names) != 1:
         which = f"the modules {', '.join(names)}" if names else "no ModuleInterface"
         raise ConfigurationError(
@@ -121,7 +137,9 @@ def _of_target(target: str, made_by: Callable[..., Any], options: Sequence[str])
     given = inputs.read(options)
     arguments = inputs.arguments()
     seed_everything(arguments.seed)
-    return given, _Subject(made_by(**inputs.parameters(target)), arguments, {})
+    module = made_by(**inputs.parameters(target))
+    check_module(Trainer, module, arguments)
+    return given, _Subject(module, arguments, {})
 
 
 def _of_trainer(trainer: Any) -> _Subject:

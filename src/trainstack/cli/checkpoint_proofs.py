@@ -14,10 +14,11 @@ from types import FrameType
 from typing import Any
 
 from trainstack._files import is_address
-from trainstack.checkpointing.directory import is_checkpoint_directory, printable, read_manifest
+from trainstack.checkpointing.directory import is_checkpoint_directory, printable
 from trainstack.checkpointing.integrity import keys, signing
 from trainstack.checkpointing.integrity.lineage import Ancestor, Lineage, Link, read_lineage, trace
 from trainstack.checkpointing.integrity.scrubbing import RATE, Pace, ScrubStopped, scrub_folder
+from trainstack.checkpointing.verification import open_checkpoint
 from trainstack.cli.printing import flush, print_error, print_json, print_line
 from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 
@@ -26,8 +27,8 @@ def print_lineage(args: argparse.Namespace) -> int:
     """Print a checkpoint and its ancestors, the parent first; 0."""
     from trainstack.cli.checkpoint_contents import located  # imports torch
 
-    path = located(args.path)
-    content, lineage = read_manifest(path), read_lineage(path)
+    path, content = open_checkpoint(located(args.path))
+    lineage = read_lineage(path)
     links = trace(path, [Path(folder) for folder in args.search])
     if args.json:
         own = {"path": str(path), "name": content.name, "kind": content.kind, "run_id": content.run_id}

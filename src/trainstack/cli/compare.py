@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -74,9 +75,5 @@ def _by_replay(args: argparse.Namespace) -> RunComparison:
         for maker, config, run in zip((makers[0], makers[-1]), configs, args.runs, strict=True)
     ]
     given = [None if config is None else read_arguments(config) for config in configs]
-    say = _print_nothing if args.json else print_at_once
+    say: Callable[[str], None] = (lambda _: None) if args.json else print_at_once
     return compare_by_replay(bound[0], *args.runs, other_module=bound[1], args=given[0], other_args=given[1], say=say)
-
-
-def _print_nothing(_: str) -> None:
-    pass

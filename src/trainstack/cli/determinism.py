@@ -18,8 +18,8 @@ from trainstack.backends import parse_spec
 from trainstack.backends.spec import registered_backend
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, TROUBLE, print_json, print_lines, print_traceback
-from trainstack.cli.target import UserCodeError, load_target, report_user_errors
+from trainstack.cli.printing import FAILED, print_json, print_lines
+from trainstack.cli.target import load_target, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import ModuleInterface, TrainerArguments, seed_everything
 from trainstack.verifying.determinism.operators import Operator
@@ -41,21 +41,17 @@ def run(words: Sequence[str]) -> int:
     """Check the target after `--determinism`. Returns the exit code."""
     target, options = _split(words)
     with_help = "--help" in options or "-h" in options
-    try:
-        with report_user_errors():
-            made_by = None if with_help or not target else load_target(target)
-        given, arguments, parameters = _read(target, made_by, options)
-        if made_by is None:
-            raise ConfigurationError("--determinism needs FILE.py:MODULE after it.")
-        make = partial(made_by, **parameters)
-        _check(arguments)
-        if given.answer is not None:
-            _answer(make, arguments, given)
-            return 0
-        report = _compare(target, options, given.steps)
-    except UserCodeError as error:
-        print_traceback(error.__cause__)
-        return TROUBLE
+    with report_user_errors():
+        made_by = None if with_help or not target else load_target(target)
+    given, arguments, parameters = _read(target, made_by, options)
+    if made_by is None:
+        raise ConfigurationError("--determinism needs FILE.py:MODULE after it.")
+    make = partial(made_by, **parameters)
+    _check(arguments)
+    if given.answer is not None:
+        _answer(make, arguments, given)
+        return 0
+    report = _compare(target, options, given.steps)
     if given.json:
         print_json(report.to_dict())
     else:
@@ -124,7 +120,7 @@ def _answer(make: Callable[[], ModuleInterface], arguments: TrainerArguments, gi
 
 
 def _compare(target: str, options: Sequence[str], steps: int) -> DeterminismReport:
-    ask = partial(_ask, target, options)
+    ask = partial(_ask, target, [word for word in options if word != "--json"])  # the error of a process is text
     one, other = (_entries(ask("trace", hash_seed)) for hash_seed in (1, 2))
     difference, by_hashes = first_difference(one, other), False
     if difference is not None:

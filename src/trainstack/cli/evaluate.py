@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainstack.backends.spec import expand_auto, parse_spec, registered_backend
-from trainstack.checkpointing.verification import open_checkpoint
+from trainstack.checkpointing.directory import scan
+from trainstack.checkpointing.integrity.lineage import Ancestor
+from trainstack.checkpointing.verification import of_run, open_checkpoint
 from trainstack.cli.checkpoint_contents import located
 from trainstack.cli.main import COMMANDS, Parser
 from trainstack.cli.options import Inputs
 from trainstack.cli.predictions import check_output, write_predictions
-from trainstack.cli.printing import FAILED, print_json, print_lines, print_traceback
-from trainstack.cli.target import UserCodeError, load_targets, report_user_errors
+from trainstack.cli.printing import print_json, print_lines
+from trainstack.cli.target import load_targets, report_user_errors
 from trainstack.cli.train import split_target
-from trainstack.errors import ConfigurationError
+from trainstack.errors import CheckpointNotFoundError, ConfigurationError
 from trainstack.trainer import Trainer, TrainerArguments, seed_everything
+from trainstack.trainer.argument_checks import RESUME_WORDS
 from trainstack.trainer.plain_arguments import read_config
+from trainstack.trainer.run_directory import DEFAULT_ROOT
 from trainstack.trainer.run_files import CONFIG
 from trainstack.trainer.run_record import read_record
 from trainstack.trainer.tracking.progress import format_plan_table
@@ -30,8 +35,10 @@ _MOST_USED = frozenset(
 _OF_TRAINING = frozenset(
     {"resume", "resume_mode", "strict_resume", "init_weights_from", "init_weights_strict", "overwrite"}
     | {"reset_optimizers_schedulers", "output_dir", "local_dir", "target"}
+    | {"fast_dev_run", "overfit_batches", "max_val_steps_per_epoch"}
 )
-"""Keys in the `config.yaml` of a run that say how its training began."""
+"""Keys in the `config.yaml` of a run that say how its training began, or limit its validations."""
+_OF_SAVING = frozenset({"load_dir", "load_filename", "delete_existing_checkpoints"})  # among its `checkpointer_args`
 _STEPS = {"validate": "val", "test": "test"}
 _ABOUT = (
     " PATH is the folder of a run (its last checkpoint, or the best one with --resume best), a checkpoint, a file best "
@@ -47,14 +54,12 @@ class _Weights:
     Attributes:
         path: as it was given; None without one.
         folder: the run that they belong to; None if it is not known.
-        chosen: arguments that load them.
-        step: the global step of an export.
+        chosen: arguments that load them; None for a run, of which --resume selects a checkpoint.
     """
 
     path: str | None = None
     folder: Path | None = None
     chosen: Mapping[str, Any] | None = None
-    step: int | None = None
 
     @classmethod
     def find(cls, given: str | None) -> _Weights:
@@ -70,34 +75,59 @@ class _Weights:
         root, content = open_checkpoint(located(given))
         folder = next((one for one in list(root.parents)[:2] if read_record(one) is not None), None)
         if content.kind == "model":
-            chosen = {"init_weights_from": str(root), "init_weights_strict": True}
-            return cls(path=given, folder=folder, chosen=chosen, step=content.global_step)
+            return cls(path=given, folder=folder, chosen={"init_weights_from": str(root), "init_weights_strict": True})
         return cls(path=given, folder=folder, chosen={"resume": str(root)})
 
     def defaults(self) -> tuple[dict[str, Any], str]:
         """The arguments of the run, for an evaluation in this process, and the name of their file."""
-        file = None if self.folder is None else self.folder / CONFIG
-        if file is None or not file.is_file():
+        if self.folder is None or not (file := self.folder / CONFIG).is_file():
             return {}, ""
-        values = {name: value for name, value in read_config(file).items() if name not in _OF_TRAINING}
+        config = read_config(file)
+        values = {name: value for name, value in config.items() if name not in _OF_TRAINING}
+        if isinstance(saving := values.get("checkpointer_args"), dict):
+            saving = {name: value for name, value in saving.items() if name not in _OF_SAVING}
+            if isinstance(given := saving.get("save_dir"), str):
+                saving["save_dir"] = str(_start_of(self.folder, config) / given)
+            values["checkpointer_args"] = saving
         return _for_this_process(values), str(file)
 
     def applied_to(self, args: TrainerArguments) -> TrainerArguments:
         """`args` with these weights.
 
         Raises:
-            ConfigurationError: `args` name other weights.
+            ConfigurationError: `args` name other weights, or limit a training.
+            CheckpointNotFoundError: the run has no checkpoint.
         """
+        for name in ("fast_dev_run", "overfit_batches"):
+            if value := getattr(args, name):
+                why = "is for trainings, and an evaluation loads the weights and reads all data"
+                raise ConfigurationError(f"{name}: {value} {why}. Remove it.")
         if self.path is None:
             return args
-        chosen = self.chosen
-        if chosen is None and args.init_weights_from is None:
-            chosen = {"resume": "last" if isinstance(args.resume, bool) or args.resume == "auto" else args.resume}
-        elif chosen is None or args.resume is not False or args.init_weights_from is not None:
-            raise ConfigurationError(
-                f"{self.path} names the weights, and so does --resume or --init_weights_from. Remove one of them."
-            )
-        return replace(args, output_dir=self.folder, **chosen)
+        saving, is_choice = args.checkpointer_args, self.chosen is None and args.resume in (True, *RESUME_WORDS)
+        others: dict[str, Any] = {"resume": None if is_choice else args.resume or None}
+        others["init_weights_from"] = args.init_weights_from
+        others |= {f"checkpointer_args.{name}": getattr(saving, name) for name in ("load_dir", "load_filename")}
+        for name, value in others.items():
+            if value is not None:
+                both = f"{self.path} names the weights, and so does {name}: {value}"
+                raise ConfigurationError(f"{both}. Remove one of them.")
+        if self.chosen is not None:
+            return replace(args, output_dir=self.folder, **self.chosen)
+        folder = Path(saving.save_dir or f"{self.path}/checkpoints")
+        contents = scan(folder)
+        if not (of_run(contents, saving.file_prefix) or contents.broken or contents.broken_begins or contents.newer):
+            other = next((str(info.path) for info in contents.intact), "another run, a checkpoint or an export")
+            raise CheckpointNotFoundError(f"the run {self.path} has no checkpoint in {folder}. Name {other}.")
+        return replace(args, output_dir=self.folder, resume="best" if args.resume == "best" else "last")
+
+
+def _start_of(folder: Path, config: Mapping[str, Any]) -> Path:
+    """The folder in which the run in `folder` was started, by its relative `output_dir`; else the current one."""
+    own = Path(os.path.abspath(folder)).parts
+    below = Path(str(config.get("output_dir") or f"{DEFAULT_ROOT}/{own[-1]}")).parts
+    at = len(own) - len(below)
+    return Path(*own[:at]) if own[at:] == below else Path()
 
 
 def _for_this_process(values: dict[str, Any]) -> dict[str, Any]:
@@ -116,11 +146,7 @@ def run(command: str, words: Sequence[str]) -> int:
     """Evaluate. Returns the exit code."""
     target, options = split_target(command, words)
     path = options.pop(0) if options and not options[0].startswith("-") else None
-    try:
-        _run(command, target, path, options)
-    except UserCodeError as error:
-        print_traceback(error.__cause__)
-        return FAILED
+    _run(command, target, path, options)
     return 0
 
 
@@ -174,8 +200,18 @@ def _run(command: str, target: str | None, path: str | None, options: list[str])
             found = {"metrics": _metrics(trainer, command)}
             rows = [(name, _as_text(value)) for name, value in found["metrics"].items()]
     if trainer.is_main_process:
-        step = trainer.state.global_step if weights.step is None else weights.step
-        _show(given, weights, arguments, step, rows, found)
+        loaded = next(iter(trainer._context.lineage.ancestors), None)
+        _show(given.json, _name_of(loaded, weights, trainer), 0 if loaded is None else loaded.global_step, rows, found)
+
+
+def _name_of(loaded: Ancestor | None, weights: _Weights, trainer: Trainer) -> str | None:
+    """The name of the loaded weights: as it was given, or the checkpoint that was found; None without any."""
+    if loaded is None or weights.path is not None:
+        return weights.path
+    given = trainer.args.init_weights_from if loaded.how == "init_weights_from" else trainer.args.resume
+    if isinstance(given, bool) or given in RESUME_WORDS:
+        given = Path(getattr(trainer.checkpointer, "_loaded_from", None) or "") / loaded.name
+    return str(given)
 
 
 def _data_of(options: Sequence[str]) -> str | None:
@@ -197,7 +233,7 @@ def _metrics(trainer: Trainer, command: str) -> dict[str, Any]:
         step, name = _STEPS[command], type(trainer.module).__name__
         raise ConfigurationError(
             f"{name} has recorded no metric of {command}. Define get_{step}_dataloaders(self, sampler, batch_size), "
-            f"and return the loss from {step}_step or give the module metrics."
+            f"with at least one batch, and return the loss from {step}_step or give the module metrics."
         )
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in found.metrics.items()}
 
@@ -210,19 +246,10 @@ def _as_text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _show(
-    given: argparse.Namespace,
-    weights: _Weights,
-    arguments: TrainerArguments,
-    step: int,
-    rows: list[tuple[str, str]],
-    found: dict[str, Any],
-) -> None:
-    resumed = None if arguments.resume is False else str(arguments.resume)
-    initial = None if arguments.init_weights_from is None else str(arguments.init_weights_from)
-    path = weights.path or resumed or initial
-    if given.json:
-        print_json({"weights": path, "global_step": step, **found})
+def _show(as_json: bool, weights: str | None, step: int | None, rows: list[Any], found: dict[str, Any]) -> None:
+    if as_json:
+        print_json({"weights": weights, "global_step": step, **found})
         return
-    shown = "those that the module was made with" if path is None else f"{path}, global step {step}"
+    shown = "those that the module was made with" if weights is None else weights
+    shown += "" if weights is None or step is None else f", global step {step}"
     print_lines(format_plan_table([("weights", shown), *rows]))

@@ -13,11 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from trainstack.cli.printing import TROUBLE, add_output_options, print_error, suggest_options, take_output_options
+from trainstack.cli import printing
 from trainstack.errors import TrainstackError
 
 COMMANDS = {
@@ -56,20 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; by default that of the process. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        words, output = take_output_options(words)
+        words, output = printing.take_output_options(words)
     except TrainstackError as error:
-        print_error(str(error), error, "--json" in words)
-        return TROUBLE
+        printing.print_error(str(error), error, "--json" in words)
+        return printing.TROUBLE
     with output.applied():
-        return _main(words)
+        return _main(words, output)
 
 
-def _main(words: list[str]) -> int:
-    as_json, trains = "--json" in words, words[:1] == ["train"]
+def _main(words: list[str], output: printing.OutputOptions) -> int:
+    as_json, trains = output.as_json, words[:1] == ["train"]
     try:
         _prepare_output(trains)
         try:
-            code = _run(words)
+            with printing.only_json() if as_json and not output.quiet else nullcontext():
+                code = _run(words)
         except SystemExit:
             _flush(trains)
             raise
@@ -80,17 +82,21 @@ def _main(words: list[str]) -> int:
         return _READER_GONE
     except (TrainstackError, OSError) as error:
         _discard_output()
-        print_error(_in_words(error), error, as_json)
-        return TROUBLE
+        printing.print_error(_in_words(error), error, as_json)
+        return printing.TROUBLE
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         _discard_output()
+        target = sys.modules.get("trainstack.cli.target")  # which imports torch
+        if target is not None and isinstance(error, target.UserCodeError):
+            printing.print_traceback(error.__cause__ or error, str(error), as_json)
+            return printing.FAILED if words[0] in READ_WORDS else printing.TROUBLE
         if os.environ.get("TRAINSTACK_TRACEBACK") == "1":
             raise
         said = f"{type(error).__name__}: {error} (set TRAINSTACK_TRACEBACK=1 for the traceback)"
-        print_error(said, error, as_json)
-        return TROUBLE
+        printing.print_error(said, error, as_json)
+        return printing.TROUBLE
 
 
 def _in_words(error: Exception) -> str:
@@ -195,7 +201,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
-        add_output_options(self)
+        printing.add_output_options(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options here, where the options of the command are known, not in the parser of `trainstack`.
@@ -231,7 +237,8 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, others: Sequence[str]) -> None:
         if others:
-            self.error(f"unrecognized arguments: {' '.join(others)}{suggest_options(others, self, self.other_names)}")
+            close = printing.suggest_options(others, self, self.other_names)
+            self.error(f"unrecognized arguments: {' '.join(others)}{close}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Suggest the nearest name; a private method of argparse in Python 3.10 to 3.13."""

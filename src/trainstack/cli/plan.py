@@ -10,8 +10,8 @@ from trainstack.backends.spec import parse_spec, registered_backend
 from trainstack.cli.main import Parser
 from trainstack.cli.memory import plan_of_target
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, print_json, print_lines, print_traceback
-from trainstack.cli.target import UserCodeError, load_target, report_user_errors
+from trainstack.cli.printing import print_json, print_lines
+from trainstack.cli.target import load_target, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer import TrainerArguments, TrainingPlan
 from trainstack.trainer.core.intervals import whole_steps
@@ -29,13 +29,9 @@ _ABOUT = (
 def run(command: str, words: Sequence[str]) -> int:
     """Print the plan. Returns the exit code."""
     target = words[0] if words and not words[0].startswith("-") and ":" in words[0] else None
-    try:
-        with report_user_errors():
-            made_by = None if target is None else load_target(target)
-        return _run(target, made_by, words if target is None else words[1:])
-    except UserCodeError as error:
-        print_traceback(error.__cause__)
-        return FAILED
+    with report_user_errors():
+        made_by = None if target is None else load_target(target)
+    return _run(target, made_by, words if target is None else words[1:])
 
 
 def _run(target: str | None, made_by: Callable[..., Any] | None, words: Sequence[str]) -> int:

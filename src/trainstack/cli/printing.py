@@ -12,13 +12,14 @@ import difflib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from trainstack._terminal import escape
 from trainstack.errors import ConfigurationError
@@ -35,7 +36,31 @@ JSON_FORMAT = 1
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Print an object as strict JSON in ASCII, with its `"format"`; inf and nan are the texts "inf", "-inf", "nan"."""
-    sys.stdout.write(_as_json({"format": JSON_FORMAT, **value}, indent=1) + "\n")
+    stream = _json_output or sys.stdout
+    stream.write(_as_json({"format": JSON_FORMAT, **value}, indent=1) + "\n")
+    stream.flush()
+
+
+_json_output: TextIO | None = None  # in a block of `only_json`
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """A block in which all output but that of `print_json` goes to standard error, also that of other processes."""
+    global _json_output
+    with ExitStack() as stack:
+        stream = sys.stdout
+        if sys.stderr and (sys.stdout, sys.stderr) == (sys.__stdout__, sys.__stderr__):
+            stream = stack.enter_context(open(os.dup(1), "w", encoding="ascii"))
+            stack.callback(os.dup2, stream.fileno(), 1)
+            stack.callback(sys.stdout.flush)  # code may have kept this stream; its text goes to standard error too
+            os.dup2(2, 1)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        _json_output = stream
+        try:
+            yield
+        finally:
+            _json_output = None
 
 
 def _as_json(value: Any, indent: int | None = None) -> str:
@@ -64,21 +89,25 @@ def print_at_once(text: str) -> None:
     flush()
 
 
-def print_error(message: str, error: BaseException | None = None, as_json: bool = False) -> None:
-    """Print an error on standard error, in one line; as JSON with the class of the error."""
+def print_error(message: str, error: BaseException | None = None, as_json: bool = False, **facts: Any) -> None:
+    """Print an error on standard error, in one line; as JSON with the class of the error and further facts."""
     text = escape(" ".join(message.split()))
     if as_json:
-        text = _as_json({"format": JSON_FORMAT, "error": text, "class": type(error).__name__})
+        text = _as_json({"format": JSON_FORMAT, "error": text, "class": type(error).__name__, **facts})
         _write_error(f"{text}\n")
     else:
         _write_error(f"trainstack: {text}\n")
 
 
-def print_traceback(error: BaseException | None) -> None:
-    """Print the traceback of `error` on standard error."""
-    assert error is not None
-    for line in "".join(traceback.format_exception(error)).splitlines():
-        _write_error(f"{escape(line)}\n")
+def print_traceback(error: BaseException, hint: str = "", as_json: bool = False) -> None:
+    """Print the traceback of `error`, and then a hint, on standard error; as JSON one object with its lines."""
+    lines = [escape(line) for line in "".join(traceback.format_exception(error)).splitlines()]
+    if as_json:
+        print_error(f"{type(error).__name__}: {error}{hint and f' ({hint})'}", error, as_json, traceback=lines)
+        return
+    _write_error("".join(f"{line}\n" for line in lines))
+    if hint:
+        print_error(hint)
 
 
 def _write_error(text: str) -> None:
@@ -196,7 +225,7 @@ _COLORS: Mapping[str, Mapping[str, str | None]] = {
     "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
 }
 """The variables of each value of `--color`, which rich, Python and child processes read; None removes one."""
-_FLAGS = {"-q": "quiet", "--quiet": "quiet", "-v": "verbose", "--verbose": "verbose"}
+_FLAG = re.compile("-([qv]+)|--(quiet|verbose)")
 
 
 class OutputOptions(NamedTuple):
@@ -206,11 +235,13 @@ class OutputOptions(NamedTuple):
         quiet: print nothing on standard output.
         verbose: print the messages of the library, and tracebacks of errors inside of commands.
         color: a key of `_COLORS`.
+        as_json: print one JSON object, also for an error.
     """
 
     quiet: bool = False
     verbose: bool = False
     color: str = "auto"
+    as_json: bool = False
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -237,8 +268,8 @@ def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]
     own = iter(words[:at])
     for word in own:
         name, equals, value = word.partition("=")
-        if word in _FLAGS:
-            given.add(_FLAGS[word])
+        if flag := _FLAG.fullmatch(word):
+            given |= set(flag[1] or flag[2][0])
         elif name == "--color":
             color = value if equals else next(own, "")
             if color not in _COLORS:
@@ -247,7 +278,7 @@ def take_output_options(words: Sequence[str]) -> tuple[list[str], OutputOptions]
             left.append(word)
     if len(given) > 1:
         raise ConfigurationError("-q prints nothing, and -v prints more. Remove one of them.")
-    return [*left, *words[at:]], OutputOptions("quiet" in given, "verbose" in given, color)
+    return [*left, *words[at:]], OutputOptions("q" in given, "v" in given, color, "--json" in left)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,10 @@ def _replay(args: argparse.Namespace) -> int:
         raise ConfigurationError(_without_target(folder))
     if args.follow and (args.first is not None or args.last is not None):
         raise ConfigurationError("--follow replays all steps as they are made. Remove --from and --to.")
+    for name in ("workers", "tolerance", "interval"):
+        given = getattr(args, name)
+        if given is not None and not given >= 0:
+            raise ConfigurationError(f"--{name} {given}: write a number, 0 or more.")
     config = args.config or folder / CONFIG
     options: dict[str, Any] = {name: getattr(args, name) for name in ("nproc", "workers", "tolerance")}
     with report_user_errors():
@@ -60,7 +64,7 @@ def _replay(args: argparse.Namespace) -> int:
     parameters = module_parameters(config, makes_module)
     make: Callable[..., Any] = partial(makes_module, **parameters) if parameters else makes_module
     options["args"] = None if args.config is None else read_arguments(config)
-    say = _print_nothing if args.json else print_at_once
+    say: Callable[[str], None] = (lambda _: None) if args.json else print_at_once
     if args.follow:
         report = follow(make, folder, interval_s=args.interval, say=lambda found: say(str(found)), **options)
     else:
@@ -72,10 +76,6 @@ def _replay(args: argparse.Namespace) -> int:
     elif report is None:
         print_line("the run has ended without a recorded step")
     return FAILED if report is not None and not report.same else 0
-
-
-def _print_nothing(_: str) -> None:
-    pass
 
 
 def _without_target(folder: Path) -> str:

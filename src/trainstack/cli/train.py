@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from trainstack._yaml import write_yaml
 from trainstack.cli.main import Parser
 from trainstack.cli.options import Inputs
-from trainstack.cli.printing import FAILED, print_lines, print_traceback
-from trainstack.cli.target import FORM, UserCodeError, load_target, report_user_errors
+from trainstack.cli.printing import print_lines
+from trainstack.cli.target import FORM, load_target, report_user_errors
 from trainstack.errors import ConfigurationError
 from trainstack.trainer.plain_arguments import read_config
 
@@ -25,11 +25,7 @@ _ABOUT = (
 def run(command: str, words: Sequence[str]) -> int:
     """Train; the random numbers of the process are seeded before the module is made. Returns the exit code."""
     target, options = split_target(command, words)
-    try:
-        _train(target, options)
-    except UserCodeError as error:
-        print_traceback(error.__cause__)
-        return FAILED
+    _train(target, options)
     return 0
 
 

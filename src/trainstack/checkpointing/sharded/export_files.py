@@ -28,7 +28,7 @@ def bytes_of_size(name: str, value: int | str | None) -> int | None:
         base, power = (1024 if found[3] else 1000), " KMGT".index(found[2].upper() or " ")
         value = int(float(found[1]) * base**power)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{name}={value!r}: it is not a size. Write a number of bytes, '5GB' or '500MiB'.")
+        raise ConfigurationError(f"{name}={value!r}: it is not a size. Write an int, or a text such as '100B', '5GB'.")
     return value
 
 
