@@ -132,6 +132,7 @@ def test_each_line_has_the_structure_of_one_sample(kind: str, line: Any) -> None
         ("object", "out.jsonl", [], "outputs['o'] with an object of the class object, and JSON has no such"),
         ("complex", "out.jsonl", [], "outputs['p'] with an object of the class complex, and JSON has no such"),
         ("plain", "out.pt", ["--data", "my.py:none"], "--data my.py:none gave None instead of data."),
+        ("plain", "out.pt", ["--data", "my.py:Line"], "returned Line under 'default'. Return a DataLoader, a dict of "),
         ("plain", "out.pt", ["--data", "my.py:sized"], "--data my.py:sized: the function is called without arguments"),
     ],
 )
@@ -141,6 +142,7 @@ def test_predictions_that_do_not_fit_are_refused(
     assert predict(kind, output, *options) == 2
     shown = capsys.readouterr().err
     assert message in shown
+    assert "or None" not in shown
     assert shown.count("\n") == 1
     assert outputs() == []
 

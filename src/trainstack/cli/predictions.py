@@ -238,7 +238,7 @@ class _Samples:
         """The objects for a batch of `count` samples; None if their number is unknown."""
         count = next(iter(_lengths(outputs)), -1) if count is None else count
         rows = self._split(outputs, "outputs", count)
-        if not _lengths(outputs) and not self._by_position:
+        if not self._by_position and not _lengths(outputs):
             raise _refusal("outputs without a tensor or list", count)
         yield from rows if isinstance(outputs, Mapping) else ({"output": row} for row in rows)
 
@@ -262,7 +262,8 @@ class _Samples:
         if place not in self._by_position:
             self._by_position[place] = _lengths(tuple(value)) == {count}
             if self._by_position[place] and len(value) == count:
-                raise _refusal(f"{place}, a list whose items and their rows may both be the samples,", count, "a tuple")
+                both = f"{place}, a list whose items and their rows may both be the samples,"
+                raise _refusal(both, count, "a tuple if the rows are, use another --val_batch_size if not")
         if not self._by_position[place] and len(value) != count:
             raise _refusal(f"{place}, a list of {len(value)} items,", count)
         return self._by_position[place]

@@ -107,9 +107,10 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
         if not isinstance(key, str) or isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
+            end = ", or None" if where.startswith("get_") else ""  # which is refused elsewhere
             raise ModuleContractError(
-                f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, or a dict of "
-                "DataLoaders by name."
+                f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, a dict of DataLoaders "
+                f"by name{end}."
             )
     return named
 
