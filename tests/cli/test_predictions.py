@@ -32,6 +32,7 @@ from trainstack.cli.main import main
 X = torch.arange(7.0).unsqueeze(1)
 KINDS = {
     "plain": lambda y: y,
+    "wide": lambda y: y.repeat(1, 1000),
     "listed": lambda y: [y, 2 * y],
     "nested": lambda y: {"p": [y, {"q": y}, ["a"] * len(y)], "t": 0.5},
     "shapes": lambda y: [{"box": torch.ones(int(one) + 1)} for one in y],
@@ -180,14 +181,13 @@ def test_a_file_that_appears_is_not_replaced(end: str, capsys: pytest.CaptureFix
         assert [type(torch.load(name)) for name in (kept, hidden)] == [torch.Tensor, dict]
 
 
-@pytest.mark.parametrize("buffering", [-1, 0])
-def test_a_full_disk_is_an_error_of_one_line(
-    buffering: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", lambda path, mode: open("/dev/full", "wb", buffering))  # noqa: SIM115
-        assert predict("plain", "out.pt") == 2
-    assert capsys.readouterr().err == "trainstack: [Errno 28] No space left on device\n"
+@pytest.mark.processes
+@pytest.mark.parametrize(("kind", "size"), [("plain", 500), ("wide", 2000)])  # when the file is closed, or before
+def test_a_full_disk_is_an_error_of_one_line(kind: str, size: int) -> None:
+    words = ["predict", "my.py:Line", "--module.kind", kind, "--output", "out.pt"]
+    limit = f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))"
+    ended = run_python("-c", f"{limit}; from trainstack.cli.main import main; sys.exit(main({words}))")
+    assert (ended.returncode, ended.stderr) == (2, "trainstack: [Errno 27] File too large\n")
     assert outputs() == []
 
 
