@@ -336,7 +336,10 @@ def test_a_function_gives_other_data(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["predict", "my.py:Line", "run", "--output", "no/out.pt"], "there is no folder no. Make it"),
         (["predict", "my.py:Line", "run", "--data", "tset"], "--data tset: write test, val, or FILE.py:NAME"),
         (["predict", "my.py:Line", "run", "--data", "my.py:less"], "my.py:less: no class or function is called 'less'"),
-        (["predict", "my.py:Halved", "run", "--output", "half.jsonl"], "of the lengths ['1', '2'] for one batch"),
+        (
+            ["predict", "my.py:Halved", "run", "--output", "half.jsonl"],
+            "outputs[1] of shape (1, 1) for a batch of 2 samples",
+        ),
         (["predict", "my.py:Named", "run", "--output", "named.npz"], "Write --output FILE.pt or FILE.jsonl."),
         (["validate", "my.py:Line", "run", "--epoch", "3"], "Did you mean --epochs?"),
         (["validate", "my.py:Line", "run", "--config", "no.yaml"], "there is no file 'no.yaml'"),

@@ -396,6 +396,10 @@ def test_launch_needs_a_number_of_processes() -> None:
         ({"env": {"AAA": "1", "BBB": 2}}, r"env=\{'BBB': 2\}: .* Write env=\{'BBB': '2'\}"),
         ({"env": "AAA=1"}, "env='AAA=1': write variables with their values"),
         ({"rank_output": "onlyerror"}, "rank_output='onlyerror': write one of 'only_error'"),
+        ({"rank_output": None}, "rank_output=None: .* Write one of 'only_error', 'all', 'ignore', or a folder"),
+        ({"rank_output": 5}, "rank_output=5: "),
+        ({"rank_output": ""}, "rank_output='' is empty"),
+        ({"rank_output": __file__}, "rank_output='.*': .*File exists.* Write one of"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_correction(changes: dict[str, Any], sentence: str) -> None:

@@ -194,7 +194,7 @@ def _run(command: str, target: str | None, path: str | None, options: list[str])
     with report_user_errors():
         trainer = Trainer(makers[0](**inputs.parameters(target)), arguments)
         if command == "predict":
-            written = write_predictions(trainer, makers[1]() if data is not None else given.data, given.output)
+            written = write_predictions(trainer, given.data, None if data is None else makers[1], given.output)
             rows, found = _as_rows(written), written
         else:
             found = {"metrics": _metrics(trainer, command)}

@@ -142,7 +142,10 @@ _from_files: set[str] = set()
 def _run_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise ConfigurationError(f"there is no file {file}. {FORM}")
-    if file.stem in sys.stdlib_module_names or (file.stem in sys.modules and file.stem not in _from_files):
+    known = None if file.stem in _from_files else sys.modules.get(file.stem)
+    if known is not None and os.path.realpath(getattr(known, "__file__", None) or "") == os.path.realpath(file):
+        return known  # the file of another target has imported it
+    if file.stem in sys.stdlib_module_names or known is not None:
         raise ConfigurationError(
             f"{file} has the name of the module {file.stem!r}, which other code would then import from this file. "
             "Rename the file."

@@ -10,11 +10,11 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainstack._files import local_path
 from trainstack.errors import ConfigurationError
 
 _LOOPBACK = "127.0.0.1"
@@ -129,13 +129,15 @@ def _output(output: str | os.PathLike[str]) -> str:
     """A word of `_OUTPUTS`, or the path of a folder, which is made. A misspelt word is refused."""
     if output in _OUTPUTS:
         return str(output)
-    folder = Path(output).absolute()
-    is_word = isinstance(output, str) and os.sep not in output and not folder.is_dir()
-    if is_word and difflib.get_close_matches(str(output), _OUTPUTS):
-        raise ConfigurationError(
-            f"rank_output={output!r}: write one of {', '.join(map(repr, _OUTPUTS))}, or a folder: './{output}'."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    words = ", ".join(map(repr, _OUTPUTS))
+    try:
+        folder = local_path(output, "rank_output").absolute()
+        is_word = isinstance(output, str) and os.sep not in output and not folder.is_dir()
+        if is_word and difflib.get_close_matches(str(output), _OUTPUTS):
+            raise ConfigurationError(f"rank_output={output!r}: write one of {words}, or a folder: './{output}'.")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        raise ConfigurationError(f"rank_output={output!r}: {error}. Write one of {words}, or a folder.") from error
     return str(folder)
 
 

@@ -354,8 +354,8 @@ class _Items(_Node):
         if not isinstance(value, list):
             return ""
         return (
-            ": the items of a list are joined by their positions. If it has one for each sample, use "
-            "predict(..., stream=True), or return a dict with a tensor for each field"
+            ": the items of a list are joined by their positions. If it has one for each sample, use predict(..., "
+            "stream=True), write --output FILE.jsonl on the command line, or return a dict with a tensor for each field"
         )
 
     def cut(self, count: int) -> None:

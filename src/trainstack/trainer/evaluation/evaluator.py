@@ -27,6 +27,7 @@ from trainstack.trainer.data.sharding import (
     stream_name,
 )
 from trainstack.trainer.data.step_batches import unsupported_order_reason
+from trainstack.trainer.data.torch_classes import makes_lists_of_fields
 from trainstack.trainer.data.training_data import TrainingData
 from trainstack.trainer.evaluation.collector import as_arguments
 from trainstack.trainer.evaluation.loader_pass import (
@@ -40,6 +41,7 @@ from trainstack.trainer.evaluation.loader_pass import (
     named_loaders,
     on_main_only,
     sample_count_mismatch,
+    samples_if_known,
 )
 from trainstack.trainer.evaluation.logged_means import add_loader, mean_of_loaders
 from trainstack.trainer.evaluation.metrics import MetricPass, Metrics, numbers_in
@@ -486,17 +488,20 @@ class Evaluator:
 
         return announced() if begin is not None else batches, after if end is not None else None
 
-    def stream(self, stage: Stage, loader: Any) -> Iterator[Any]:
+    def stream(self, stage: Stage, loader: Any) -> Iterator[tuple[Any, int | None]]:
         """Yield the outputs of the step of `stage` for each batch of `loader`, in data set order, on all processes.
 
-        The outputs are on the CPU. Each round evaluates one batch on each process. Between two rounds, the modes of the
-        module and the random states are restored.
+        The outputs are on the CPU. The second item is the number of samples in the batch; None if it is unknown. Each
+        round evaluates one batch on each process. Between two rounds, the modes of the module and the random states are
+        restored.
         """
         context, world = self._context, self._context.world
         if context.stack.is_private:
             self._check_public({"default": loader})
         digest, number = StreamDigest(), 0
-        batches, in_parts = self._batches(stage, loader, None, digest, in_turns=True)
+        pairs, in_parts = self._batches(stage, loader, None, digest, in_turns=True)
+        fields = makes_lists_of_fields(loader)
+        batches = ((one, samples_if_known(one, lists_are_fields=fields) if n is None else n) for one, n in pairs)
         rounds = self._rounds(stage, batches)
         take = partial(next, batches, None) if rounds is None else rounds.next_batch
         while True:
@@ -507,13 +512,17 @@ class Evaluator:
                 by_rank = world.comm.gather(own, place) if in_parts else [own]
             if not any(by_rank):
                 break
-            yield from (outputs for part in by_rank for outputs in part)
+            yield from (one for part in by_rank for one in part)
             number += 1
+        if not number:
+            context.log.warning(f"the {stage.name.lower()} loader gave no batch at all.")
         digests = world.comm.gather((digest.batches, digest.value), f"the end of a {stage.name.lower()} stream")
         refuse_unlike_streams(stream_name(loader), digests, stage.name.lower())
 
-    def _evaluate_one(self, stage: Stage, take: Callable[[], tuple[Any, int | None] | None], number: int) -> list[Any]:
-        """The outputs for the next batch of `take`, in a list; empty without a batch."""
+    def _evaluate_one(
+        self, stage: Stage, take: Callable[[], tuple[Any, int | None] | None], number: int
+    ) -> list[tuple[Any, int | None]]:
+        """The outputs for the next batch of `take` and its number of samples, in a list; empty without a batch."""
         context, work = self._context, self._work()
         try:
             with self._busy(), evaluation_pass(context.stack, work), eval_mode(context.module), torch.no_grad():
@@ -521,7 +530,7 @@ class Evaluator:
                 if pair is None:
                     return []
                 outputs = context.stack.forward(work, stage, pair[0], context.state.global_step)
-                return [copied(outputs, on_host=True)]
+                return [(copied(outputs, on_host=True), pair[1])]
         except Exception as error:
             annotate(error, f"in batch {number} of a {stage.name.lower()} stream")
             raise

@@ -107,9 +107,10 @@ def named_loaders(loaders: Any, where: str) -> dict[str, Any]:
     named = loaders if isinstance(loaders, dict) else {"default": loaders}
     for key, loader in named.items():
         if not isinstance(key, str) or isinstance(loader, str | bytes) or not hasattr(loader, "__iter__"):
+            end = ", or None" if where.startswith("get_") else ""  # which is refused elsewhere
             raise ModuleContractError(
                 f"{where} returned {type(loader).__name__} under {key!r}. Return a DataLoader, a dict of DataLoaders "
-                "by name, or None."
+                f"by name{end}."
             )
     return named
 
@@ -328,6 +329,14 @@ def evaluation_pass(stack: TrainerBackend, work: Workload) -> Iterator[None]:
         stack.end_evaluation(work)
 
 
+def samples_if_known(batch: Any, *, lists_are_fields: bool) -> int | None:
+    """The result of `samples_in`; None if it cannot tell."""
+    try:
+        return samples_in(batch, lists_are_fields=lists_are_fields)
+    except ModuleContractError:
+        return None
+
+
 class LoaderPass:
     """One pass over one loader.
 
@@ -406,7 +415,9 @@ class LoaderPass:
                     may_be_loss = type(outputs) is not Tensor or not outputs.dim() or not self.batches
                     if may_be_loss or self.logged.waits_for_weight:
                         self._keep_numbers(outputs, batch, samples)
-                    counted += self._count(batch) if samples is None else samples
+                    if samples is None:
+                        samples = samples_if_known(batch, lists_are_fields=self._lists_are_fields)
+                    counted += math.nan if samples is None else samples
                     self.batches += 1
                     if self.batches >= progress.next_poll:
                         progress.poll(self.batches, lambda: None)
@@ -460,9 +471,3 @@ class LoaderPass:
         parts = [value for one, _, _ in everyone for value in one]
         loss = divided_sum(parts, 1.0 if self._sums else total) if total else None
         return loss, means_of(logged for _, _, logged in everyone)
-
-    def _count(self, batch: Any) -> float:
-        try:
-            return samples_in(batch, lists_are_fields=self._lists_are_fields)
-        except ModuleContractError:
-            return math.nan

@@ -147,7 +147,7 @@ class EvaluationMixin(TrainerBase):
             evaluator = self._ready_to_evaluate().evaluator
             loaders = evaluator.loaders_over(dataloader, batch_size, collate_fn, "the caller of predict")
             if stream:
-                return evaluator.stream(Stage.PREDICT, loaders["default"])
+                return (outputs for outputs, _ in evaluator.stream(Stage.PREDICT, loaders["default"]))
             outputs = evaluator.evaluate(Stage.PREDICT, loaders, keep=keep_outputs, pad_value=pad_value)
             return outputs if isinstance(dataloader, dict) else outputs.get("default")
 
