@@ -18,6 +18,7 @@ from tests.helpers.apex_shim import ROOT, SHA256, get_wheel
 from tests.helpers.modules import Classifier, arguments
 from tests.helpers.patience import patience
 from trainstack.backends.apex import probe
+from trainstack.backends.workload import Workload
 
 NEVER_RUN = "raise RuntimeError('the probe ran code of a package that it had no reason to trust')"
 Install = Callable[[dict[str, str]], Path]
@@ -166,6 +167,15 @@ def test_the_cpu_is_refused(install: Install) -> None:
 
     with pytest.raises(ts.ConfigurationError, match=r"on device 'cpu': apex\.amp trains on CUDA devices only"):
         ts.build_trainer_backend("sp-amp-apex").open("cpu")
+
+
+def test_a_model_on_the_cpu_is_refused_without_open_too(install: Install) -> None:
+    install(WORKS)
+    world = ts.build_trainer_backend("sp").open("cpu")
+    work = Workload.from_module(Classifier(), [], world)
+
+    with pytest.raises(ts.ConfigurationError, match=r"on device 'cpu': apex\.amp trains on CUDA devices only"):
+        ts.build_trainer_backend("sp-amp-apex").prepare(work)
 
 
 def test_nothing_of_apex_is_imported_to_build_or_explain(install: Install) -> None:

@@ -12,8 +12,8 @@ from trainstack.checkpointing import filesystem, read_checkpoint, write_checkpoi
 from trainstack.errors import CheckpointError
 
 
-def write_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Any) -> Path:
-    """Write step 40; before its directory is renamed, `before_rename` is called."""
+def write_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch, before_rename: Any, step: int | None = 40) -> Path:
+    """Write run-40; before its directory is renamed, `before_rename` is called."""
     sync, calls = filesystem.sync_directory, [before_rename]
 
     def slow(path: Path) -> None:
@@ -22,7 +22,7 @@ def write_slowly(folder: Path, monkeypatch: pytest.MonkeyPatch, before_rename: A
         sync(path)
 
     monkeypatch.setattr(filesystem, "sync_directory", slow)
-    return write_checkpoint(make_checkpoint(1, step=40), folder, "run-40")
+    return write_checkpoint(make_checkpoint(1, step=step), folder, "run-40")
 
 
 @pytest.mark.parametrize("steps", [[40], [60], [40, 60]])
@@ -55,6 +55,15 @@ def test_unrelated_writes_do_not_stop_a_save(
 
     write_slowly(tmp_path, monkeypatch, other)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["run-40", name])
+
+
+def test_a_checkpoint_without_a_step_is_written_besides_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other() -> None:
+        write_checkpoint(make_checkpoint(2, step=60), tmp_path, "run-60")
+        writing._written_here.clear()
+
+    write_slowly(tmp_path, monkeypatch, other, step=None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-40", "run-60"]
 
 
 def test_a_step_that_is_trained_again_is_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from scipy import stats
 from tests.helpers.patience import patience
 from trainstack.backends.dp import accounting, calibrate_noise, delta_of, epsilon_of, steps_within
 from trainstack.backends.dp.accounting import merge_steps
-from trainstack.backends.dp.epsilon import clt_epsilon
+from trainstack.backends.dp.epsilon import _LARGEST_GRID, clt_epsilon, import_opacus
 from trainstack.errors import ConfigurationError
 
 pytestmark = pytest.mark.slow
@@ -144,6 +145,20 @@ def test_difficult_histories_fall_back_to_renyi_accounting_within_seconds(
 def test_a_long_history_is_still_accounted_for_tightly() -> None:
     history = [(1.0, 0.01, 100_000)]
     assert epsilon_of(history, 1e-5) < 0.95 * epsilon_of(history, 1e-5, "rdp")
+
+
+def test_the_grid_of_a_long_history_has_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    accountant = import_opacus("opacus.accountants").PRVAccountant
+    choose, sizes = accountant._get_domain, list[int]()
+
+    def stop(self: Any, **given: Any) -> Any:
+        sizes.append(choose(self, **given).size)
+        raise ValueError("the domain is enough")
+
+    monkeypatch.setattr(accountant, "_get_domain", stop)
+    epsilon_of([(1.0, 0.01, 90_000)], 1e-5)
+    (size,) = sizes
+    assert 0.9 * _LARGEST_GRID < size <= _LARGEST_GRID + 2
 
 
 def test_renyi_accounting_handles_deltas_near_the_rounding_of_the_transform() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,3 +89,30 @@ def test_a_collate_function_that_draws_is_noted(tmp_path: Any) -> None:
 def test_nothing_is_fetched_again_where_torch_collates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CollationCheck, "look", None)  # a call would raise
     assert len(sums_of(tmp_path, Net(0.5))) == STEPS
+
+
+def test_paddings_are_compared_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(collation, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    data = [(torch.ones(5), 0), (torch.full((5,), RARE), 1)]
+
+    def make(index: Tensor) -> Any:
+        return padded([data[i] for i in index.tolist()])
+
+    def gradients(batch: Any) -> list[Tensor]:
+        now[0] += 1.0
+        return [torch.ones(2)]
+
+    check = CollationCheck(refuse=pytest.fail, note=pytest.fail)
+
+    def is_compared() -> bool:
+        index = torch.tensor([1, 0])
+        check.look(make(index), index, make)
+        waiting = check.is_waiting
+        check.compare(gradients)
+        return waiting
+
+    assert all(is_compared() for _ in range(16))
+    assert not is_compared()
+    now[0] += 10_000.0
+    assert is_compared()

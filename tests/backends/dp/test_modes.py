@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tests.helpers.private_shapes import SHAPES, Plain, Shape, make, reference, run, trained, vectors
 from trainstack.backends.dp.clipping import FlatClipper
-from trainstack.backends.dp.modes import op_interceptor
+from trainstack.backends.dp.modes import loss_check, op_interceptor
 from trainstack.backends.dp.modes.base import GradientMode, Unsupported
+from trainstack.backends.dp.modes.loss_check import LossCheck
 from trainstack.backends.dp.modes.param_uses import NormUse
 from trainstack.backends.dp.modes.selection import MODES, _Reference, choose_mode
 from trainstack.errors import ModuleContractError
@@ -163,6 +164,23 @@ def test_the_tolerance_scales_with_own_and_largest_gradients(parameter: int) -> 
         scales[parameter] += factor * limit
         assert case.differs(case.sums, scales, 1e-4) == expected
     assert case.differs([torch.full((2,), math.nan), torch.zeros(2)], case.scales, 1e-4) == 0
+
+
+def test_a_slightly_wrong_gradient_of_one_record_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check.secrets, "randbits", lambda bits: 0)
+    torch.manual_seed(0)
+    module, (x, y) = Plain(), vectors(4)
+    parameters = trained(module)
+    check = LossCheck(module, [name for name, _ in module.named_parameters()], parameters)
+    assert check.check(run, (x, y), 4) is not None
+    losses = [run(module, (x[i : i + 1], y[i : i + 1])) for i in range(4)]
+    rows = [
+        torch.stack(parts) for parts in zip(*(torch.autograd.grad(loss, parameters) for loss in losses), strict=True)
+    ]
+    norms = torch.cat([row.flatten(1) for row in rows], 1).norm(dim=1)
+    assert check.wrong_row(rows, norms, 1.0) is None
+    rows[0][2] *= 1.1
+    assert check.wrong_row(rows, norms, 1.0) == 2
 
 
 class ZeroGradient(Shape):

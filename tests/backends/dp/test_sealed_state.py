@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainstack as ts
 from tests.helpers.modules import arguments
+from trainstack.backends.dp.sealed.plain_state import same_value
 from trainstack.errors import PrivacyError
 
 RECORDS, BATCH, STEPS, WIDTH = 64, 16, 6, 5
@@ -175,6 +176,18 @@ def test_a_write_of_records_under_vmap_ends_the_run(write: Callable[..., None], 
     notes = " ".join(raised.value.__notes__)
     assert "global step 3" in notes
     assert isinstance(raised.value, PrivacyError) or "each record separately" in notes
+
+
+def test_a_tensor_of_a_finished_vmap_equals_no_other() -> None:
+    kept: list[Tensor] = []
+
+    def keep(row: Tensor) -> Tensor:
+        kept.append(row * 2)
+        return row
+
+    for _ in range(2):
+        torch.vmap(keep)(torch.ones(3))
+    assert not same_value(*kept)
 
 
 def test_a_queue_of_hidden_values_is_refused_by_name(tmp_path: Any) -> None:

@@ -40,7 +40,7 @@ class Wordy(Plain):
         logits = self.logits(batch[0])
         correct = (logits.argmax(1) == batch[1]).float()
         loss = F.cross_entropy(logits, batch[1])
-        return {"loss": loss, "logits": logits, "accuracy": correct.mean(), "split": "train"}
+        return {"loss": loss, "logits": logits, "correct": correct, "accuracy": correct.mean(), "split": "train"}
 
 
 @pytest.mark.parametrize("asked", SCALAR)
@@ -51,6 +51,7 @@ def test_outputs_are_those_of_the_micro_batch(asked: str) -> None:
     assert outputs.keys() == expected.keys()
     torch.testing.assert_close(outputs["logits"], expected["logits"].detach())
     torch.testing.assert_close(outputs["loss"].detach(), expected["loss"].detach())
+    torch.testing.assert_close(outputs["correct"], expected["correct"])
     torch.testing.assert_close(outputs["accuracy"].mean(), expected["accuracy"])
     assert outputs["split"] == "train"
     assert outputs["loss"].is_leaf

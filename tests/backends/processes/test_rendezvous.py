@@ -24,6 +24,7 @@ from trainstack.backends.processes.opening import (
     Opening,
     bound_device,
     group_seconds,
+    log_hosts,
     reachable_address,
 )
 from trainstack.backends.processes.rendezvous import Agreement, Member, packed_members, run_identity
@@ -175,6 +176,17 @@ class TestOpening:
         )
         assert "ConfigurationError: device='cuda'" in str(heard.value)
 
+    def test_a_rank_that_hears_of_a_failure_confirms_it(self) -> None:
+        store, over = HashStore(), threading.Event()
+        both = [Opening(TimedStore(store, 5).under("words"), rank, 2, 30) for rank in range(2)]
+        both[1].fail(OSError("no space left"))
+        try:
+            with pytest.raises(ts.PeerError, match="no space left"):
+                both[0].run(over.wait)
+        finally:
+            over.set()
+        assert TimedStore(store, 5).under("words").find("heard/0") == ""
+
     def test_a_rank_that_ends_without_report_is_awaited_until_timeout(self) -> None:
         over = threading.Event()
         try:
@@ -261,6 +273,15 @@ class TestInterfaces:
         ]
         assert [reachable_address(members, rank) for rank in range(3)] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
         assert reachable_address(members[:2], 0) == ""
+
+    def test_hosts_are_logged_if_there_are_several(self, caplog: pytest.LogCaptureFixture) -> None:
+        members = [member("A", "0", host="h0", address="10.0.0.1"), member("A", "1", host="h1", address="10.0.0.2")]
+        with caplog.at_level(logging.INFO, logger="trainstack"):
+            log_hosts([members[0], members[0]])
+            log_hosts(members)
+        assert [record.getMessage() for record in caplog.records] == [
+            "rendezvous of 2 ranks: 0 h0 10.0.0.1, 1 h1 10.0.0.2"
+        ]
 
 
 def test_the_interfaces_of_this_host_are_found() -> None:

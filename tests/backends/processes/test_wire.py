@@ -23,6 +23,9 @@ from torch import nn
 
 import trainstack as ts
 from tests.helpers.workers.wire import Answer, Leaves, Span
+from trainstack.backends.processes import communicator
+from trainstack.backends.processes.communicator import GroupCommunicator
+from trainstack.backends.processes.headers import Header
 from trainstack.backends.processes.wire import BLOB_BYTES, At, blob_sizes, decode, decode_packed, encode
 
 SOURCE = Path(ts.__file__).parent
@@ -357,3 +360,19 @@ def test_only_listed_files_use_pickle_and_none_object_collectives() -> None:
     }
     wire = texts["backends/processes/wire.py"]
     assert wire.count("pickle.dumps(") == wire.count("pickle.loads(") == 1
+
+
+def test_ranks_that_have_made_other_numbers_of_exchanges_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = list[Header]()
+
+    def merge(header: Header, group: Any) -> Header:
+        sent.append(header)
+        return header
+
+    monkeypatch.setattr(communicator, "merge_headers", merge)
+    comm: Any = GroupCommunicator.__new__(GroupCommunicator)
+    comm.size, comm._group, comm._num_exchanges = 2, None, 2**32 - 2
+    for _ in range(3):
+        comm._meet("the value", "gather")
+    assert [header.number for header in sent] == [2**32 - 1, 0, 1]
+    assert sent[1].merged(sent[2]).apart

@@ -38,7 +38,7 @@ class Changing(Classifier):
             self.net[0].weight.requires_grad_(False)
         inputs, labels = batch
         loss = super().train_step(global_step, (inputs * getattr(self, "extra", 1.0), labels), device)
-        return loss + self.shift.square().sum() * 0.1
+        return loss + (self.shift * inputs.mean()).sum() * 0.1
 
     def on_end_backward(self, global_step: int, loss_tensor: Any) -> None:
         if global_step != 2 or self.micro_batch.number:

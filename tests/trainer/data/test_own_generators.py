@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from trainstack.backends.generator_search import find_generators
+from trainstack.trainer.data.own_generators import own_generators
 
 GLOBAL = np.random.default_rng(5)
 
@@ -208,6 +210,13 @@ def test_generators_are_found_where_users_keep_them() -> None:
     cycle: list[Any] = [rng]
     cycle.append(cycle)
     assert paths(cycle) == ["owner[0]"]
+
+
+def test_only_a_loader_of_the_user_is_searched_itself() -> None:
+    loader = SimpleNamespace(dataset=[1.0, 2.0], rng=random.Random(1))
+
+    assert list(own_generators(loader).search().by_path) == ["loader.rng"]
+    assert not own_generators(DataLoader(numbers(4), generator=torch.Generator())).search().by_path
 
 
 class Holder:

@@ -150,3 +150,9 @@ def test_a_scalar_may_be_changed_afterwards() -> None:
         collector.collect(running)
         running.mul_(2)
     assert collector.all_outputs[0].tolist() == [1.0, 2.0]
+
+
+def test_borrowed_steps_give_their_structure_and_no_rows() -> None:
+    collector = ts.OutputCollector()
+    collector.collect_structure({"logits": torch.ones(2, 3), "loss": torch.tensor(1.0)})
+    assert {key: found.shape for key, found in collector.all_outputs.items()} == {"logits": (0, 3), "loss": (0,)}
