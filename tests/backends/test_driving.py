@@ -138,8 +138,12 @@ def test_outputs_of_a_validation_need_no_loss(caplog: pytest.LogCaptureFixture) 
 def test_an_output_that_a_later_step_overwrites_is_refused() -> None:
     backend, module, _ = driven("sp")
     count = torch.zeros(1)
+
+    def train_step(global_step: int, batch: Any, device: Any) -> Any:
+        return module.x.sum(), count.add_(1)
+
     with (
-        mock.patch.object(module, "train_step", lambda global_step, batch, device: (module.x.sum(), count.add_(1))),
+        mock.patch.object(module, "train_step", train_step),
         pytest.raises(ts.ModuleContractError, match="was changed in place afterwards"),
     ):
         backend.train_dl(BATCHES, ts.CallbackInterface())
