@@ -124,3 +124,26 @@ def driven_privately() -> None:
     backend = ts.build_trainer_backend("sp-dp", dp={"args": REPRODUCIBLE})
     module = Square()
     backend.init(ts.TrainerBackendArguments(model=module, optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)]))
+
+
+def test_outputs_of_a_validation_need_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    backend, module, _ = driven("sp")
+    with mock.patch.object(module, "val_step", lambda global_step, batch, device: batch.sum(1)):
+        (sums,) = backend.validate_dl(BATCHES)
+
+    assert sums.shape == (14,)
+    assert caplog.text == ""
+
+
+def test_an_output_that_a_later_step_overwrites_is_refused() -> None:
+    backend, module, _ = driven("sp")
+    count = torch.zeros(1)
+
+    def train_step(global_step: int, batch: Any, device: Any) -> Any:
+        return module.x.sum(), count.add_(1)
+
+    with (
+        mock.patch.object(module, "train_step", train_step),
+        pytest.raises(ts.ModuleContractError, match="was changed in place afterwards"),
+    ):
+        backend.train_dl(BATCHES, ts.CallbackInterface())

@@ -346,6 +346,10 @@ class TestKeys:
             keys.read_public_key(key)
         with pytest.raises(ConfigurationError, match="cannot be read"):
             keys.read_public_key(tmp_path / "absent")
+        with pytest.raises(
+            ConfigurationError, match=r"text contains no public key .*Use the file with the suffix \.pub"
+        ):
+            keys.read_public_key(tmp_path / "text")
 
     def test_the_extra_is_named_where_the_package_is_missing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -120,6 +120,12 @@ def test_lora_written_by_hand_is_exact(merged: bool) -> None:
     assert_fast_and_exact(Calling(net, lambda net, b: F.cross_entropy(net(b["x"]).mean(1), b["y"])), batch)
 
 
+def test_a_cross_entropy_with_probabilities_as_targets_is_exact() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(RECORDS, 4), "y": torch.rand(RECORDS, 3).softmax(1)}
+    assert_fast_and_exact(Calling(nn.Linear(4, 3), lambda net, b: F.cross_entropy(net(b["x"]), b["y"])), batch)
+
+
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from tests.helpers.processes import run_world
 from tests.helpers.workers import borrowed
+from trainstack.backends.processes.collectives import TrainingPass, training_pass
 
 pytestmark = pytest.mark.processes
 
@@ -27,3 +31,28 @@ def test_a_borrowed_pass_changes_no_state_and_has_empty_outputs(source: str) -> 
         assert rank["weights"] == main["weights"]
         assert len(rank["parts"]) == len(main["parts"])
         assert rank["passes"] == main["passes"] - 1, "the buffers of rank 0 as the step began"
+
+
+def test_the_context_of_an_inner_layer_ends_with_the_pass() -> None:
+    events: list[object] = []
+
+    @contextmanager
+    def inner() -> Iterator[None]:
+        try:
+            yield
+        except KeyError as error:
+            events.append(error.args)
+            raise
+        events.append("end")
+
+    for raised in (False, True):
+        one = TrainingPass(None, inner())
+        try:
+            with one:
+                assert training_pass() is one
+                if raised:
+                    raise KeyError("lost")
+        except KeyError:
+            events.append("raised")
+        assert training_pass() is None
+    assert events == ["end", ("lost",), "raised"]

@@ -350,6 +350,13 @@ def test_explicit_arguments_take_the_address_from_the_environment() -> None:
     assert (alone.master_addr, alone.local_size) == ("127.0.0.1", 1)
 
 
+@pytest.mark.parametrize("port", [1, 65535])
+def test_the_first_and_the_last_port_are_accepted(port: int) -> None:
+    where = detect_process_info({}, said(master_addr="host", master_port=port))
+    assert where is not None
+    assert where.master_port == port
+
+
 def test_explicit_arguments_that_contradict_a_launcher_are_refused() -> None:
     with pytest.raises(ts.ConfigurationError, match="the arguments have 3, but the launcher set RANK=0"):
         detect_process_info({**TORCHRUN, "RANK": "0"}, said())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import (
 
 import trainstack as ts
 from tests.helpers.modules import Classifier, arguments, numbers
+from trainstack.trainer.evaluation.evaluator import Evaluator
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 9])
@@ -145,3 +147,15 @@ def test_an_evaluation_of_other_samples_is_logged_once(
         assert told[0].startswith("val loader 'default': ")
         assert said in told[0]
         assert "sampler=sampler(dataset)" in told[0]
+
+
+@pytest.mark.parametrize("kept", ["main", "own"])
+def test_a_hook_with_outputs_needs_them_on_each_process(kept: Any) -> None:
+    def evaluator(size: int, reads: bool) -> Any:
+        context = SimpleNamespace(module=Classifier(), world=SimpleNamespace(size=size))
+        return SimpleNamespace(_context=context, _hooks=SimpleNamespace(val_outputs=reads))
+
+    with pytest.raises(ts.ConfigurationError, match=f"keep_outputs='{kept}', and Classifier.on_end_val_epoch"):
+        Evaluator._kept(evaluator(2, True), kept)
+    assert Evaluator._kept(evaluator(1, True), kept) == Evaluator._kept(evaluator(2, False), kept) == kept
+    assert Evaluator._kept(evaluator(2, True), False) is True

@@ -17,7 +17,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import rank_states
 from trainstack.backends import Communicator
 from trainstack.checkpointing.reading import read_states
-from trainstack.trainer.resume.own_states import _without_buffers
+from trainstack.trainer.resume.own_states import _redistribute, _without_buffers, take_own_states
 from trainstack.trainer.resume.rank_states import apply_part, describe_place, divide_by_rank
 
 
@@ -107,6 +107,57 @@ def test_leaves_of_buffers_are_split_from_the_others() -> None:
         {"state_dict": {"0.running_mean": mean}},
     )
     assert _without_buffers(mean, context) == (mean, {})
+
+
+class Summing(ts.Callback):
+    """A callback that divides the sum of its counts among the ranks."""
+
+    def redistribute_state(self, states: Any, rank: int, world_size: int) -> Any:
+        return {"count": sum(state["count"] for state in states) / world_size}
+
+
+def test_states_of_callbacks_that_redistribute_are_not_refused() -> None:
+    context: Any = SimpleNamespace(
+        module=Classifier(),
+        world=SimpleNamespace(rank=0, size=4),
+        events=SimpleNamespace(callbacks={"own": Summing(), "other": ts.Callback()}),
+    )
+    everyone = {"callbacks": [{"own": {"count": count}, "other": {"count": count}} for count in (1, 5)]}
+    names = ["callbacks.other.count", "callbacks.own", "callbacks.own.count", "callbacks.owner.count"]
+
+    made, refused = _redistribute(everyone, names, context)
+
+    assert made == {"callbacks": {"own": {"count": 1.5}, "other": {"count": 1}}}
+    assert refused == ["callbacks.other.count", "callbacks.owner.count"]
+
+
+class Numbered(Classifier):
+    def get_state(self) -> dict[str, Any]:
+        return {"number": 0}
+
+
+class Renumbered(Numbered):
+    def redistribute_state(self, states: Any, rank: int, world_size: int) -> Any:
+        return {"number": 10 * rank + len(states)}
+
+
+@pytest.mark.parametrize(("kind", "number"), [(Numbered, 7), (Renumbered, 1)])
+def test_initial_states_that_differ_get_a_warning_or_are_divided(kind: type[Numbered], number: int) -> None:
+    said: list[str] = []
+    none = SimpleNamespace(get_state=dict)
+    context: Any = SimpleNamespace(
+        module=kind(),
+        world=SimpleNamespace(rank=0, size=2, comm=Replayed([{"module": {"number": 1}}])),
+        events=SimpleNamespace(callbacks={}, get_state=dict),
+        user_state=none,
+        stack=none,
+        log=SimpleNamespace(warning=said.append),
+    )
+    checkpoint = ts.Checkpoint(module_interface_state={"number": 7}, rng_state={"ranks": [None]})
+
+    assert take_own_states(checkpoint, context, ["module"]).module_interface_state == {"number": number}
+    assert len(said) == (kind is Numbered)
+    assert all("differ between the ranks: module.number; and the checkpoint, of 1 rank," in one for one in said)
 
 
 @pytest.mark.processes

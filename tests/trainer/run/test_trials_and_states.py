@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.helpers.beginnings import Begins, begun, unlike
 from tests.helpers.modules import Classifier, arguments, numbers, weights
 from trainstack.checkpointing.difference import differences
 from trainstack.trainer.core.state_tree import OldState, copied, with_old_values
+from trainstack.trainer.core.untracked import changed_attributes, fingerprints
 from trainstack.trainer.data.dataset_snapshot import DatasetSnapshot
 
 TRIALS: dict[str, dict[str, Any]] = {
@@ -288,3 +290,21 @@ def test_large_nested_data_of_a_dataset_is_not_searched_completely() -> None:
     module.dataset.count = 1
     assert snapshot.restore() == []
     assert module.dataset.count == 0
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (random.Random(0), random.Random.random),
+        (np.random.RandomState(0), np.random.RandomState.random),
+        (np.random.default_rng(0), np.random.Generator.random),
+        (torch.Generator(), lambda generator: torch.rand(1, generator=generator)),
+    ],
+)
+def test_a_drawn_number_is_a_change_of_its_generator(generator: Any, draw: Any) -> None:
+    module: Any = torch.nn.Identity()
+    module.noise = [generator]
+    before = fingerprints(module, parts=True)
+    assert changed_attributes(module, before) == []
+    draw(generator)
+    assert changed_attributes(module, before) == ["noise"]
