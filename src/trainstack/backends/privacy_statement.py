@@ -145,9 +145,6 @@ def no_guarantee(backend: str) -> PrivacyStatement:
     )
 
 
-_VOID = ", which is no guarantee"
-
-
 def text_of(statement: PrivacyStatement) -> str:
     """The text of the statement. Its first line gives the guarantee, or says that there is none."""
     if statement.overrides:
@@ -184,7 +181,7 @@ def _details(s: PrivacyStatement) -> list[tuple[str, str | tuple[str, ...]]]:
         library = "dp_accounting" if s.accountant == "pld" else "opacus"
         found += [
             ("Neighbours", s.relation),
-            ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}{_VOID if delta >= 1 else ''}"),
+            ("One item replaced", f"epsilon {round_up(replaced)}, delta {delta:.2g}{', no guarantee' * (delta >= 1)}"),
             ("Covered", s.covered),
         ]
         accounting = [

@@ -21,7 +21,9 @@ from tests.helpers.modules import FEATURES, Noisy, numbers, weights
 from tests.helpers.private_runs import LIMIT, Recorded, Shaped, private, promise
 from trainstack.backends.dp import sampling
 from trainstack.backends.dp.clipping import FlatClipper
+from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
+from trainstack.backends.dp.modes.draw_refusal import DrawRefusal
 from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.vmap import VmapMode
 from trainstack.backends.dp.random_functions import HANDLERS
@@ -119,6 +121,19 @@ def test_a_dropout_writes_to_its_input_only_in_place(func: Any) -> None:
         assert torch.equal(x, given) != inplace
     assert torch.equal(*made)
     assert not torch.equal(made[0], given)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_draws_only_with_dropout_and_in_training(kind: Any) -> None:
+    x = numbers(4).tensors[0][None]
+    for guard, error in ((RecordStreams(1), Unsupported), (DrawRefusal("loop", nn.Linear(1, 1)), ts.PrivacyError)):
+        net = kind(FEATURES, 3, num_layers=2, dropout=0.5)
+        with guard:
+            with pytest.raises(error, match="draws random numbers"):
+                net(x)
+            assert torch.equal(net.eval()(x)[0], net(x)[0])
+            net.train().dropout = 0.0
+            assert net(x)[0].requires_grad
 
 
 @pytest.mark.parametrize("mode", MODES)

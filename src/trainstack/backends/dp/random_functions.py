@@ -7,7 +7,7 @@ A value of `HANDLERS` is called with a source of numbers, the function and its a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -245,6 +245,13 @@ HANDLERS: dict[Any, Handler] = {
 
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """Whose dropout is the one float among their arguments."""
+
+
+def drops_between_layers(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a recurrent function draws: after its dropout comes whether it trains."""
+    at = next((i for i, value in enumerate(args) if func in RECURRENT and type(value) is float), None)
+    return at is not None and args[at] > 0.0 and args[at + 1] is True
+
 
 UNHANDLED = {
     torch.poisson,

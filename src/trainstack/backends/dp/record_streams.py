@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import Run, Unsupported
-from trainstack.backends.dp.random_functions import COMPOSED, HANDLERS, RECURRENT, UNHANDLED
+from trainstack.backends.dp.random_functions import COMPOSED, HANDLERS, UNHANDLED, drops_between_layers
 from trainstack.backends.random_streams import RandomStreams
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -78,8 +78,7 @@ class RecordStreams(TorchFunctionMode):
         if func in COMPOSED:
             with self:
                 return COMPOSED[func](*args, **kwargs)
-        drops = func in RECURRENT and any(isinstance(value, float) and value > 0 for value in args)
-        if func in UNHANDLED or (drops and True in args):
+        if func in UNHANDLED or drops_between_layers(func, args):
             raise Unsupported(
                 f"{getattr(func, '__name__', func)} draws random numbers that cannot be drawn for each record alone, "
                 "as debug_seed and audits need it. Use nn.Dropout between layers, or torch.rand and torch.randn."

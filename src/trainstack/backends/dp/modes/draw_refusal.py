@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import Run
-from trainstack.backends.dp.random_functions import COMPOSED, HANDLERS, RECURRENT, UNHANDLED
+from trainstack.backends.dp.random_functions import COMPOSED, HANDLERS, UNHANDLED, drops_between_layers
 from trainstack.backends.generator_search import find_generators
 from trainstack.backends.generators import get_generator_state
 from trainstack.backends.random_streams import device_generators
@@ -52,7 +52,7 @@ class DrawRefusal(TorchFunctionMode):
         if func in COMPOSED:
             with self:
                 return COMPOSED[func](*args, **kwargs)
-        if func in UNHANDLED or (func in RECURRENT and True in args and any(type(v) is float and v > 0 for v in args)):
+        if func in UNHANDLED or drops_between_layers(func, args):
             self.refuse(getattr(func, "__name__", "a function of torch"))
         return func(*args, **kwargs)
 

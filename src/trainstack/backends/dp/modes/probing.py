@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainstack.backends.dp.modes.base import full_float32
+from trainstack.backends.dp.random_functions import RECURRENT
 from trainstack.backends.generator_search import find_generators
 from trainstack.backends.generators import get_generator_state, set_generator_state
 
@@ -79,7 +80,7 @@ class DisableRandomness(TorchFunctionMode):
             return torch.full_like(func(*args, **kwargs), 0.5)
         if kwargs.get("dropout_p"):
             kwargs = {**kwargs, "dropout_p": 0.0}
-        if func in _RECURRENT:  # whose dropout is the one float among its arguments
+        if func in RECURRENT:  # whose dropout is the one float among its arguments
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
         return func(*args, **kwargs)
 
@@ -95,7 +96,6 @@ _DROPOUTS = {
     torch.alpha_dropout,
     torch.feature_dropout,
 }
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _NOISE_LIKE = {torch.rand_like, torch.randn_like}
 _NOISE = {torch.rand, torch.randn, torch.bernoulli, torch.normal}
 
