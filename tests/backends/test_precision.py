@@ -59,6 +59,21 @@ def test_an_overflow_halves_the_scale_and_skips_all_optimizers(tmp_path: Path) -
     assert trainer.history.get_latest_metric("train/skipped_steps") == 1
 
 
+def test_a_step_that_overflowed_does_not_change_buffers(tmp_path: Path) -> None:
+    class Counts(TwoOptimizers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.count += 1
+            return super().train_step(global_step, batch, device)
+
+    trainer = train(Counts(), tmp_path, backend="sp-amp", clip_grads=False, gpu_batch_size_limit=None)
+    assert trainer.state.skipped_steps == 1
+    assert int(trainer.module.count) == trainer.global_steps_finished - 1
+
+
 def test_the_scale_grows_and_is_never_lost(tmp_path: Path) -> None:
     options = {"amp": {"init_scale": 4.0, "growth_interval": 3}}
     saving = ts.DefaultCheckpointerArguments()

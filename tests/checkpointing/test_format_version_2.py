@@ -29,6 +29,7 @@ from trainstack.checkpointing import (
     write_model,
 )
 from trainstack.checkpointing.checksums import CHUNK_BYTES, digest
+from trainstack.checkpointing.format import check_shape
 from trainstack.checkpointing.verification import rank_count, read_back
 from trainstack.checkpointing.writing import Payload, commit, pack
 from trainstack.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, ConfigurationError
@@ -266,6 +267,13 @@ def test_values_that_could_not_be_read_back_are_not_written(tmp_path: Path, chan
     with pytest.raises(CheckpointError):
         write_checkpoint(replace(make_checkpoint(1), **changes), tmp_path, "a")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_shape_has_at_most_64_lengths() -> None:
+    assert check_shape([1] * 64) == 1
+    for shape in ([1] * 65, 3, (2, 2)):
+        with pytest.raises(ValueError, match="the shape is not a list of at most 64 lengths"):
+            check_shape(shape)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "loop", "file/inner", "nul\0"])

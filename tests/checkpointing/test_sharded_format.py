@@ -23,6 +23,7 @@ from trainstack.checkpointing.sharded import row_grid
 from trainstack.checkpointing.sharded.row_grid import ChunkShare, RowGrid
 from trainstack.checkpointing.sharded.stored_tensors import open_tensors
 from trainstack.errors import CheckpointDamagedError
+from trainstack.trainer.core.shards import gather_shards
 
 KINDS = {
     "wide": torch.randn(7, 5, 3, generator=torch.Generator().manual_seed(0)),
@@ -185,3 +186,8 @@ def test_tensors_of_several_files_are_deferred_and_read_by_rows(tmp_path: Path) 
         states[0]["large"].whole()
     with pytest.raises(CheckpointDamagedError, match=r"model\.rank-00002-of-00002"):
         read_deferred(path)
+
+
+def test_values_that_are_not_sharded_are_kept_while_shards_are_gathered() -> None:
+    state = {"weights": [torch.ones(2), 1], "name": "x"}
+    assert gather_shards(state, keep=False) == state

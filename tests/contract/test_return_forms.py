@@ -183,8 +183,9 @@ def test_a_step_without_a_loss_is_refused_alike_everywhere(name: str, spec: str,
 
 
 @single_process
-def test_a_loss_of_another_shape_is_refused(spec: str, tmp_path: Path) -> None:
-    message = refusal(lambda loss, scores: Data(scores, scores), tmp_path, spec)
+@pytest.mark.parametrize("form", [lambda loss, scores: Data(scores, scores), lambda loss, scores: scores])
+def test_a_loss_of_another_shape_is_refused(form: Any, spec: str, tmp_path: Path) -> None:
+    message = refusal(form, tmp_path, spec)
 
     assert "; a loss is one number. Return its mean over the batch: loss.mean()" in message
 

@@ -11,11 +11,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
 
+import trainstack as ts
 from tests.backends.dp.test_sealed_state import STEPS, Net, private_trainer, sums_of
+from tests.helpers.modules import Classifier, numbers
+from tests.helpers.private_runs import private, promise
 from trainstack.backends.dp import setup
 from trainstack.backends.dp.sealed import collation
 from trainstack.backends.dp.sealed.collation import CollationCheck
+from trainstack.backends.random_streams import RandomStreams
 from trainstack.errors import PrivacyError
+from trainstack.trainer.data.loading import SeededDataset
 
 RARE = 500.0
 
@@ -116,3 +121,20 @@ def test_paddings_are_compared_within_their_share_of_the_time(monkeypatch: pytes
     assert not is_compared()
     now[0] += 10_000.0
     assert is_compared()
+
+
+def test_random_numbers_of_a_collation_are_new_unless_a_seed_gives_them() -> None:
+    def drawn(streams: RandomStreams) -> list[float]:
+        SeededDataset([0, 1, 2], streams).__getitems__([(0, 0), (0, 1)])
+        return torch.rand(3).tolist()
+
+    with torch.random.fork_rng(devices=[]):
+        assert drawn(RandomStreams.from_seed(1)) == drawn(RandomStreams.from_seed(1))
+        secret = RandomStreams.from_system()
+        assert drawn(secret) != drawn(secret)
+
+
+def test_a_collation_that_drops_a_record_is_refused(tmp_path: Any) -> None:
+    module = Classifier(numbers(41), collate_fn=lambda samples: default_collate(samples[1:]))
+    with pytest.raises(PrivacyError, match=r"collate_fn made a batch of \d+ records of \d+"):
+        ts.Trainer(module, private(tmp_path, promise(noise_multiplier=1.0))).train()

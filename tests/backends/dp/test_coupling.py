@@ -188,6 +188,7 @@ EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "softmax of a weight": lambda m, x: m.last(x @ m.first.weight.softmax(0).t()),
     "a weight in a list": lambda m, x: m.plain(x) + torch.cat([m.last.bias, m.last.bias])[1:4],
     "an einsum": lambda m, x: m.last(torch.einsum("bi,oi->bo", x, m.first.weight)),
+    "operators of torch": lambda m, x: m.plain(torch.ops.aten.mul(torch.ops.aten.mul.Tensor(x, x), x)),
     "functional_call": lambda m, x: m.last(functional_call(m.first, dict(m.first.named_parameters()), (x,))),
     "a weight without a gradient": lambda m, x: m.plain(x) * m.first.weight.detach().norm(),
     "two images a record": two_images,

@@ -26,6 +26,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
     "torch": lambda x: torch.rand_like(x),
     "dropout": lambda x: F.dropout(x, 0.5),
     "Python": lambda x: random.random(),
+    "a seed of torch": lambda x: torch.seed(),
     "numpy": lambda x: np.random.rand(),
 }
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainstack as ts
 from tests.helpers.modules import arguments
 from trainstack.backends.dp.sealed.plain_state import same_value
+from trainstack.backends.dp.sealed.tensor_digest import FOLD, TensorDigest
 from trainstack.errors import PrivacyError
 
 RECORDS, BATCH, STEPS, WIDTH = 64, 16, 6, 5
@@ -249,6 +250,30 @@ def test_a_change_reverted_before_the_optimizer_step_is_refused(tmp_path: Any) -
 
     with pytest.raises(PrivacyError, match="buffer has changed, but not by an optimizer step"):
         sums_of(tmp_path, Net(0.5), [Swaps()])
+
+
+def test_a_change_in_the_first_step_is_refused(tmp_path: Any) -> None:
+    class Changes(ts.Callback):
+        once = False
+
+        def on_after_backward(self, trainer: Any) -> None:
+            if not self.once:
+                trainer.module.buffer.add_(1.0)
+            self.once = True
+
+    with pytest.raises(PrivacyError, match="buffer has changed, but not by an optimizer step") as raised:
+        sums_of(tmp_path, Net(0.5), [Changes()])
+    assert "global step 1" in " ".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["small", "large", "odd", "other", "last"])
+def test_a_digest_names_the_one_tensor_that_has_changed(name: str) -> None:
+    sizes = {"small": 9, "large": 5 * FOLD, "odd": 3 * FOLD + 7, "other": 12, "last": 4 * FOLD}
+    tensors = {key: torch.arange(size, dtype=torch.int64) for key, size in sizes.items()}
+    digest = TensorDigest()
+    before = digest.compute(tensors)
+    tensors[name][-1] += 1
+    assert digest.compute(tensors).changed(before) == [name]
 
 
 def test_the_statement_of_a_reported_change_names_it(tmp_path: Any) -> None:

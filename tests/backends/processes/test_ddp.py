@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from tests.helpers.modules import Classifier, arguments, numbers, weights
 from tests.helpers.processes import run_agent, run_world
 from tests.helpers.workers import checkpoints, collectives, evaluation, failures, training
 from tests.helpers.workers.training import equality, picky
+from trainstack.backends.ddp import DDP
+from trainstack.backends.processes.collectives import TrainingPass
+from trainstack.backends.single_process import SingleProcess
 
 pytestmark = pytest.mark.distributed
 
@@ -292,3 +297,13 @@ def test_explain_names_the_collectives() -> None:
 def test_gradients_are_bucket_views_unless_zero_grad_is_overridden() -> None:
     """G-5, P-M8: otherwise each gradient is kept twice."""
     assert run_world(2, training.bucket_views) == [[True, False, False]] * 2
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_a_pass_counts_if_its_loss_has_a_weight(weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DDP, "_reducer", lambda self, work: None)
+    layer, current = DDP(SingleProcess()), TrainingPass(None, nullcontext())
+    layer.inner = Mock()
+    with current:
+        layer.backward(Mock(world=Mock(size=1)), torch.ones(()), weight)
+    assert current.counts == (weight > 0)

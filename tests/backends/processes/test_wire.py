@@ -327,6 +327,12 @@ def test_mutated_messages_raise_errors_of_the_library_alone() -> None:
     assert outcomes["PeerError"] > 1000, outcomes
 
 
+def test_a_message_with_a_missing_end_tells_how_much_is_missing() -> None:
+    body = b"b" + struct.pack("<Q", 9) + b"1234"
+    with pytest.raises(ts.PeerError, match="9 bytes are announced and 4 are left"):
+        decode(struct.pack("<QQ", 16 + len(body), 0) + body, [])
+
+
 def test_a_message_that_announces_more_than_it_has_allocates_nothing() -> None:
     many = struct.pack("<Q", 2**40)
     bodies = [tag + many for tag in (b"s", b"b", b"l", b"t", b"d", b"D", b"e", b"I")]

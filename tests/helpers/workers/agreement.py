@@ -265,6 +265,9 @@ def cases(other: bool) -> dict[str, Setup | Callable[[], Setup]]:
         # values that may differ
         "nothing": {},
         "folder": {"args": {"output_dir": f"/nowhere/{RANK}"} if other else {}},
+        "checkpoints": {
+            "args": {"checkpointer_args": ts.DefaultCheckpointerArguments(checkpoint=False, save_dir=f"rank{RANK}")}
+        },
         "displays": {"args": {"progress": "plain", "writers": ["stdout"], "log_level": "ERROR"} if other else {}},
         "fast paths": {"environment": {"TRAINSTACK_FAST_PATHS": str(int(other))}},
         "fast_paths": {"args": {"fast_paths": other}},

@@ -92,3 +92,4 @@ def test_a_metric_that_writes_into_an_attribute_is_not_merged(
     merged, _ = passed.merge(Communicator(), updates=1)
     assert merged == ({"reads"} if make is not Holder else set())
     assert same(metrics["writes"].kept, make()) or make is Holder
+    assert int(metrics["writes"].count) == 0 or make is Holder, "it is reset"

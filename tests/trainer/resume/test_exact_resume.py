@@ -142,6 +142,33 @@ def test_a_run_killed_during_validation_can_be_resumed(tmp_path: Path, caplog: p
     assert "on_end_train_epoch is not called" in caplog.text
 
 
+@pytest.mark.parametrize("stop_at", [3, 6])
+def test_lost_outputs_of_an_epoch_are_told(stop_at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class NeedsLosses(Classifier):
+        given, stop_at = 0, -1
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            if global_step == self.stop_at:
+                raise KeyboardInterrupt
+            return super().train_step(global_step, batch, device)
+
+        def on_end_train_epoch(self, global_step: int, losses: Any) -> None:
+            self.given = len(losses)
+
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    cut = NeedsLosses(numbers(40))
+    cut.stop_at = stop_at
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, tmp_path, epochs=2, checkpointer_args=saving)
+    module = NeedsLosses(numbers(40))
+    assert "resumed within epoch" not in caplog.text
+    train(module, tmp_path, epochs=2, checkpointer_args=saving, resume=True)
+
+    told = "gets the outputs of the remaining steps. The outputs before the interruption are lost" in caplog.text
+    assert told == (stop_at == 3)
+    assert module.given == 5
+
+
 def test_a_resume_that_is_refused_stays_refused(tmp_path: Path) -> None:
     saving = ts.DefaultCheckpointerArguments(keep_last=None)
     train(Classifier(), tmp_path, checkpointer_args=saving)

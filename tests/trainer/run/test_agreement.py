@@ -82,6 +82,7 @@ VARIANTS = {
 ALLOWED = (
     "nothing",
     "folder",
+    "checkpoints",
     "displays",
     "fast paths",
     "fast_paths",

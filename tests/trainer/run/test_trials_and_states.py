@@ -180,6 +180,28 @@ def test_each_change_of_a_step_is_undone(trial: str, tmp_path: Path) -> None:
     assert [str(row) for row in differences(reference, before[0])] == []
 
 
+@pytest.mark.parametrize("trial", ["fit_micro_batch", "sanity_val_steps"])
+def test_a_generator_of_the_module_is_restored(trial: str, tmp_path: Path) -> None:
+    class Draws(Classifier):
+        def __init__(self) -> None:
+            super().__init__(numbers(16), validate=True)
+            self.generator = np.random.default_rng(1)
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.generator.random()
+            return super().train_step(global_step, batch, device)
+
+        def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            self.generator.random()
+            return super().val_step(global_step, batch, device)
+
+    module, begins = Draws(), []
+    trainer = ts.Trainer(module, arguments(tmp_path, **TRIALS[trial]))
+    trainer.on(ts.Event.TRAIN_BEGIN)(lambda trainer: begins.append(module.generator.bit_generator.state))
+    trainer.train()
+    assert begins == [np.random.default_rng(1).bit_generator.state]
+
+
 class Locked(Keeping):
     """Returns objects that cannot be copied."""
 
@@ -207,6 +229,7 @@ def test_trials_work_with_states_that_cannot_be_copied(trial: str | None, tmp_pa
 LARGE: dict[str, Any] = {
     "dict": {index: float(index) for index in range(200_000)},
     "dicts": {outer: dict.fromkeys(range(1000), 0.0) for outer in range(20)},
+    "dict of texts": dict.fromkeys(range(100), "x" * 1000),
     "list": list(range(5000)),
     "lists": [[0] * 100] * 100,
     "text": "x" * 2**17,
@@ -236,6 +259,18 @@ def test_a_state_that_lost_a_large_tensor_is_unchanged() -> None:
     now = {"callbacks": {"EMA": frozen, "Other": {"n": 2}}}
 
     assert with_old_values(now, old.differing(now)) == {"callbacks": {"EMA": frozen, "Other": {"n": 1}}}
+
+
+def test_weights_that_a_hook_left_alone_keep_their_later_values() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    weights = {"plain": torch.ones(2), **{name: torch.ones(2).as_subclass(Own) for name in ("own", "hooked")}}
+    old = OldState({"module": weights}, lambda leaf: True)
+    old.drop_unchanged_weights({"module": weights | {"hooked": 2 * weights["hooked"]}})
+    difference = old.differing({"module": {name: 3 * weight for name, weight in weights.items()}})
+    assert difference is not None
+    assert [path for path, _ in difference["values"]] == [["module", "hooked"]]
 
 
 class Fetches(Dataset[Any]):
