@@ -120,6 +120,7 @@ ON_HOST = {
     "backends/processes/communicator.py": 1,  # bytes that gloo has received on the host
     "backends/processes/reducer.py": 1,  # a name
     "checkpointing/difference.py": 1,  # two files
+    "cli/predictions.py": 1,  # a name
     "checkpointing/encoding.py": 1,  # a name
     "checkpointing/pretrained/matching.py": 1,  # tensors of a file
     "sklearn/estimators.py": 1,  # behind .cpu()

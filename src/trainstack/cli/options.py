@@ -21,6 +21,7 @@ from trainstack.trainer.argument_schemas import explained
 from trainstack.trainer.plain_arguments import (
     Path,
     PlainInputs,
+    bound_init,
     is_plain,
     kinds_of,
     parameters_of,
@@ -144,7 +145,7 @@ class Inputs:
         assert self._makes_module is not None
         made_by = self._makes_module
         texts = explained(made_by) | explained(vars(made_by).get("__init__"))
-        parameter = inspect.signature(made_by).parameters[name]
+        parameter = inspect.signature(bound_init(made_by)).parameters[name]
         default = parameter.default
         suffix = "required" if default is parameter.empty else f"default: {_as_option(default)}"
         return f"{texts.get(name, '')} ({suffix})"
@@ -215,7 +216,7 @@ class Inputs:
         assert self._makes_module is not None
         found = self._plain.others("module")
         kinds = parameters_of(self._makes_module)
-        for name, parameter in inspect.signature(self._makes_module).parameters.items():
+        for name, parameter in inspect.signature(bound_init(self._makes_module)).parameters.items():
             if name not in kinds or name in found or parameter.default is not parameter.empty:
                 continue
             if kinds[name].takes_nothing:
@@ -232,7 +233,7 @@ class Inputs:
         if self._makes_module is not None:
             defaults = {
                 name: parameter.default
-                for name, parameter in inspect.signature(self._makes_module).parameters.items()
+                for name, parameter in inspect.signature(bound_init(self._makes_module)).parameters.items()
                 if is_plain(parameter.default)
             }
             values["module"] = {**defaults, **self.parameters(target)}

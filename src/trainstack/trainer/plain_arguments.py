@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from os import PathLike
+from types import MethodType
 from typing import Any, get_type_hints
 
 from trainstack._files import is_address, remote_address
@@ -295,19 +296,21 @@ _SCALARS = Kind(types=frozenset([bool, int, float, str, None]))
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Kind]:
     """Return the kind of each parameter that can be passed by name; without an annotation it takes any plain value."""
-    made_by: Any = function
-    if isinstance(function, type):
-        made_by = next(vars(base)["__init__"] for base in function.__mro__ if "__init__" in vars(base))
     try:
-        hints = get_type_hints(made_by)
+        hints = get_type_hints(bound_init(function))
     except Exception:  # an annotation has a name that is imported only for type checkers
         hints = {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {
         name: Kind.of(hints.get(name, Any))
-        for name, parameter in inspect.signature(function).parameters.items()
+        for name, parameter in inspect.signature(bound_init(function)).parameters.items()
         if parameter.kind in named
     }
+
+
+def bound_init(function: Any) -> Any:
+    """Return `function`, or `__init__` of a class: Python 3.10 has the signature of `__new__` for an inherited one."""
+    return MethodType(function.__init__, function) if isinstance(function, type) else function  # type: ignore[misc]
 
 
 def is_plain(value: Any) -> bool:

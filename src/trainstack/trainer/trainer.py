@@ -469,9 +469,7 @@ def _listed(callbacks: Any) -> Any:
 
 def _set_in_code(*given: Any) -> list[str]:
     """Return the names of those of `_GIVEN` that a file of arguments does not have, with the classes of callbacks."""
-    found = {name: value for name, value in zip(_GIVEN, given, strict=True) if value is not None and value != []}
-    if isinstance(found.get("trainer_backend"), str):
-        del found["trainer_backend"]
+    found = {name: value for name, value in zip(_GIVEN, given, strict=True) if not isinstance(value, str | None)}
     classes = [one if isinstance(one, type) else type(one) for one in found.pop("callbacks", [])]
     names = f"callbacks ({', '.join(one.__name__ for one in classes)})"
     return [*found, *([names] if classes else [])]
