@@ -31,7 +31,7 @@ demo: $(VENV)/.stamp-demo ## half a minute: train, kill and resume, replay, use 
 test: $(VENV)/.stamp ## run the tests; make test ARGS="tests/backends -x" runs some of them
 	$(BIN)/python -m pytest -n $(or $(JOBS),4) --dist worksteal $(ARGS)
 
-test-fast: $(VENV)/.stamp ## the tests that start no process and are not slow, in less than two minutes
+test-fast: $(VENV)/.stamp ## the tests that start no process and are not slow
 	$(BIN)/python -m pytest -n $(or $(JOBS),2) --dist worksteal --fast $(ARGS)
 
 # A pyenv shim exists for each version and fails if its version is not selected, so the loop starts the interpreter.
