@@ -102,6 +102,19 @@ def test_values_that_only_code_sets_are_omitted_and_named(tmp_path: Path) -> Non
     assert ts.TrainerArguments.from_yaml(tmp_path / "run" / "config.yaml").writers == ("csv",)
 
 
+def test_the_monitor_is_in_one_place_and_can_be_changed() -> None:
+    words = ["train", "own_config.py:Own", "--progress", "none", "--monitor"]
+    assert main([*words, "train/loss_epoch", "--output_dir", "one"]) == 0
+    config: Any = read_yaml("one/config.yaml")
+    assert config["monitor"] == "train/loss_epoch"
+    assert not {"monitor", "mode"} & set(config["checkpointer_args"])
+    other = ["--monitor_mode", "max", "--config", "one/config.yaml", "--output_dir", "two"]
+    assert main([*words, "train/loss_epoch", *other]) == 0
+    assert main(["train", "--config", "one/config.yaml", "--output_dir", "three"]) == 0
+    again: Any = read_yaml("three/config.yaml")
+    assert {**config, "output_dir": "three"} == again
+
+
 @pytest.mark.parametrize(
     ("name", "value", "is_left_out"),
     [

@@ -84,6 +84,12 @@ def test_other_values_than_lists_of_callbacks_are_refused(
         ts.Trainer(Brings(brought), arguments(tmp_path))
 
 
+def test_a_private_run_refuses_a_callback_of_the_module_as_a_given_one(tmp_path: Path) -> None:
+    module = Brings([cb.Freezer("net.0")])
+    with pytest.raises(ts.ConfigurationError, match="Freezer cannot change the trainable parameters of a private run"):
+        ts.Trainer(module, arguments(tmp_path, backend="sp-dp")).train()
+
+
 def test_callbacks_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Attribute(Classifier):
         callbacks = (Says,)

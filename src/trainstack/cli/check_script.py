@@ -41,7 +41,7 @@ def script_in(words: Sequence[str]) -> str | None:
     files = [word for word in words if word.endswith(".py") or ".py:" in word]
     left = [word for word in words if word != "--json"]  # the other options have a value, such as cuda:0
     others = [word for before, word in zip(["", *left], left, strict=False) if "-" not in (before[:1], word[:1])]
-    return next((word for word in (*files, *others) if word in files or ":" in word), None)
+    return next(iter([*files, *(word for word in others if ":" in word)]), None)
 
 
 def run(words: Sequence[str]) -> int:

@@ -6,8 +6,10 @@ _OPTIMIZER = "it where the module makes its optimizer, in get_optimizers_schedul
 _SCHEDULER = "it where the module makes its scheduler, in get_optimizers_schedulers"
 _WARMUP = f"{_SCHEDULER}, or SupervisedModule(scheduler_kwargs={{'warmup': 0.1}}), a number of steps or a fraction"
 _LOADER = "it where the module makes its DataLoader, in get_train_dataloader or get_val_dataloaders"
-_CALLBACKS = "Trainer(module, args, callbacks=[...]), or return them from get_callbacks of the module"
-_STOPPING = f"callbacks.EarlyStopping(patience=3) in {_CALLBACKS}"
+_CALLBACKS = "Trainer(module, args, callbacks=[...]), or get_callbacks(self) in the module"
+_STOPPING = (
+    "Trainer(module, args, callbacks=[callbacks.EarlyStopping(patience=3)]), or get_callbacks(self) in the module"
+)
 _KEEP_LAST = "checkpointer_args=DefaultCheckpointerArguments(keep_last=2)"
 _KEEP_BEST = 'checkpointer_args=DefaultCheckpointerArguments(monitor="val/loss", keep_best=1)'
 _SAVE = "checkpointer_args=DefaultCheckpointerArguments(every_n_steps=10)"

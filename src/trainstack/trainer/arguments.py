@@ -381,9 +381,12 @@ class TrainerArguments(metaclass=SuggestsNames):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments as plain values, for `from_dict`. `checkpointer_args` has the monitor of the run."""
-        placed = {"checkpointer_args": self.placed_checkpointer_args}
-        return {f.name: _plain(placed.get(f.name, getattr(self, f.name))) for f in dataclasses.fields(self)}
+        """Return all arguments as plain values, for `from_dict`."""
+        values = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if self.monitor is not None:  # a second place for it could contradict a later change
+            of_saving = values["checkpointer_args"].items()
+            values["checkpointer_args"] = {name: one for name, one in of_saving if name not in ("monitor", "mode")}
+        return values
 
     @classmethod
     def to_json_schema(cls) -> dict[str, Any]:

@@ -309,9 +309,9 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
         return None
 
     def get_callbacks(self) -> Any:
-        """Return callbacks, or classes of callbacks, in a list; the trainer calls them after those given to it.
+        """Return callbacks, or classes of callbacks, in a list, also for runs of `trainstack train FILE.py:MODULE`.
 
-        The trainer calls it once, when it is created. So a run of `trainstack train FILE.py:MODULE` has callbacks, too.
+        The trainer calls this method once, when it is created. The callbacks come after those of `Trainer(callbacks=)`.
         """
         return ()
 

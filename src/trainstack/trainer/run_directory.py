@@ -396,7 +396,7 @@ class RunDirectory:
         restarts = args.resume is not False and args.resume_mode == "full" and is_same and not saved
         if restarts and known is not None and known.saved:
             raise self._error_of_lost_checkpoints(args)
-        # The start of that run was refused before its first step, so it has nothing but its record.
+        # A start that was refused before its first step has left nothing but its record, so nothing is lost.
         restarts |= is_same and known is not None and not known.saved and traces == [self.path / FILE_NAME]
         if not (args.overwrite or restarts):
             can_continue = bool(saved) or (known is not None and is_same and not known.saved)

@@ -22,6 +22,7 @@ from trainstack.trainer.tracking.writers.tensorboard import event_files
 
 RUN_JSON = "run.json"
 CONFIG = "config.yaml"
+_WITHOUT_MODULE = "# The arguments of the module are not in this file: --module.NAME VALUE.\n"
 _CONFIG_BEGINS = "# Written by trainstack: the arguments of the newest start of this run.\n"
 
 LOG_FILES = (
@@ -84,12 +85,7 @@ class RunFiles:
             else:
                 left_out.append(name)
         comment = f"# Set in code, and omitted here: {', '.join(left_out)}.\n" if left_out else ""
-        start, module = "", ""
-        if "target" not in given:
-            start, module = (
-                " FILE.py:MODULE",
-                "# The arguments of the module are not in this file: --module.NAME VALUE.\n",
-            )
+        start, module = ("", "") if "target" in given else (" FILE.py:MODULE", _WITHOUT_MODULE)
         how = f"# Start the run again: trainstack train{start} --config {CONFIG} --output_dir NEW_FOLDER\n{module}"
         atomic_write(path, (_CONFIG_BEGINS + how + comment + write_yaml(plain)).encode())
 

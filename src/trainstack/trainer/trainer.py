@@ -529,11 +529,7 @@ def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments)
 
 
 def _settled(
-    args: TrainerArguments,
-    module: ModuleInterface,
-    backend: Any,
-    metrics: Any,
-    checkpointer: AbstractCheckpointer | None,
+    args: TrainerArguments, module: ModuleInterface, backend: Any, metrics: Any, checkpointer: Any
 ) -> TrainerArguments:
     """Return the arguments of a run of `module`; seeds the generators of the process if `seed_everything` is set."""
     if isinstance(backend, str):

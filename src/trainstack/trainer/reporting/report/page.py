@@ -58,7 +58,7 @@ def status_of(run: ReportedRun) -> Markup | None:
 
 
 def duration(run: ReportedRun) -> str | None:
-    """How long all sessions took together, as far as they have ended; None for none. Killed ones are counted."""
+    """How long all sessions took together, as far as they have ended; None for none. With the number of killed ones."""
     sessions = run.facts.sessions
     known = [session.seconds for session in sessions if session.seconds is not None]
     killed = sum(session.status == "running" for session in sessions[:-1])
