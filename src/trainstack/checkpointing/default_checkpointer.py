@@ -62,6 +62,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         lease: the right to write into the directories; None if it was not taken.
         known_run: the id of the run that `load` should continue in `save_dir`; None for the run that began or saved
             there last.
+        loaded_from: the directory of the loaded checkpoint; None if none was loaded from a directory.
         on_commit: called with the path of a checkpoint that is safe; with `async_save` from another thread.
     """
 
@@ -78,7 +79,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self.on_commit: Callable[[Path], None] = lambda path: None
         self._is_new = False
         self._run_id: str | None = None
-        self._loaded_from: Path | None = None
+        self.loaded_from: Path | None = None
         self._loaded_run: str | None = None
         self._asked: bool | str | os.PathLike[str] | None = None
         self._loaded_at: int | None = None  # the newest number of this prefix when the checkpoint was chosen
@@ -211,7 +212,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
                 "resume='auto', which resumes from the newest checkpoint."
             )
         current = None if newest is None else newest.run_id
-        elsewhere = self._loaded_from is not None and real_path(self._loaded_from) != real_path(self.save_dir)
+        elsewhere = self.loaded_from is not None and real_path(self.loaded_from) != real_path(self.save_dir)
         continues = resumed and not elsewhere
         if self._run_id is None and continues:
             self._run_id = self._loaded_run
@@ -261,7 +262,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
     @property
     def loaded_own(self) -> bool:
         """Whether the loaded checkpoint is in the directory of this run, so that the run there continues."""
-        return self._loaded_from is not None and real_path(self._loaded_from) == real_path(self.save_dir)
+        return self.loaded_from is not None and real_path(self.loaded_from) == real_path(self.save_dir)
 
     def checkpoints_below(self, folder: Path, run_id: str | None) -> list[CheckpointInfo]:
         """The checkpoints of a run with the folder `folder`, newest first."""
@@ -585,7 +586,7 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._loaded_at = 0 if newest is None else newest.sequence
         finder = CheckpointFinder(self.args, load_dir, self.save_dir, self._log, self.known_run, read)
         checkpoint = finder.load(resume)
-        self._loaded_from = self._loaded_from if finder.found is None else finder.found.parent
+        self.loaded_from = self.loaded_from if finder.found is None else finder.found.parent
         self._run_id, self._loaded_run = None, checkpoint.run_id
         return checkpoint, finder.found
 

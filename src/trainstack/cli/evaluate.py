@@ -210,7 +210,7 @@ def _name_of(loaded: Ancestor | None, weights: _Weights, trainer: Trainer) -> st
         return weights.path
     given = trainer.args.init_weights_from if loaded.how == "init_weights_from" else trainer.args.resume
     if isinstance(given, bool) or given in RESUME_WORDS:
-        given = Path(getattr(trainer.checkpointer, "_loaded_from", None) or "") / loaded.name
+        given = Path(getattr(trainer.checkpointer, "loaded_from", None) or "") / loaded.name
     return str(given)
 
 
