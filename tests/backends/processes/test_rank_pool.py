@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.helpers import modules
 from tests.helpers.processes import rank_pool, run_world
-from tests.helpers.workers import RANK
+from tests.helpers.workers import RANK, training
 
 pytestmark = pytest.mark.distributed
 
@@ -55,6 +55,14 @@ def test_cases_share_their_ranks_and_draw_the_same_numbers(monkeypatch: pytest.M
 
     assert run(monkeypatch, tmp_path, "nothing") == first
     assert [rank["pid"] for rank in run(monkeypatch, tmp_path, "nothing", fresh=True)] != [r["pid"] for r in first]
+
+
+def test_a_training_leaves_its_ranks_to_the_next_case() -> None:
+    before = len(rank_pool().left)
+
+    run_world(2, training.few, count=3)
+
+    assert rank_pool().left[before:] == []
 
 
 @pytest.mark.parametrize(
