@@ -53,7 +53,7 @@ def leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the layer sets it for the groups of a trainer, until the trainer closes
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the layer sets it until the trainer closes
     sys.excepthook = sys.__excepthook__  # torch 2.13 replaces it whenever it makes a group
 
 
