@@ -414,6 +414,11 @@ def test_a_damaged_best_is_replaced_by_the_next(tmp_path: Path, caplog: pytest.L
     assert "checkpoint-000000002" in caplog.text
 
 
+def test_deleted_checkpoints_leave_no_record_in_memory(tmp_path: Path) -> None:
+    save_all(checkpointer(tmp_path, keep_last=1), [None] * 4)
+    assert {path.name for path in retention._verified if path.parent == tmp_path} == {"checkpoint-000000004"}
+
+
 def test_a_file_of_the_user_is_not_a_pointer(tmp_path: Path) -> None:
     (tmp_path / "best").write_text("my notes")
     (tmp_path / "last").mkdir()

@@ -70,6 +70,7 @@ class Retention:
             try:
                 self.verify_owner()
                 temp_dirs.discard_dir(info.path)
+                _verified.pop(info.path, None)
                 self.say(logging.INFO, f"deleted {info.path}")
             except OSError as error:
                 self.say(logging.WARNING, f"{info.path} is no longer needed and could not be deleted: {error}")

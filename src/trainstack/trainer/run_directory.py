@@ -87,7 +87,7 @@ class RunDirectory:
                 "exists, or write absolute paths: output_dir, and if they are given save_dir, load_dir, "
                 "model_state_save_dir and tb_log_dir."
             ) from error
-        self._record = describe_run(module, self._base, 0)
+        self._record = describe_run(module, self._base)
 
     def _make_mirror(self, args: TrainerArguments) -> Mirror:
         from trainstack.checkpointing.remote.fetching import local_copy_of
@@ -256,7 +256,7 @@ class RunDirectory:
         return [folder for folder, other in mine if goes_on and other.number == number]
 
     def _describe(self) -> RunRecord:
-        one = describe_run(self._module, self._base, 0)
+        one = describe_run(self._module, self._base)
         return replace(one, number=_finished[one.made_by])
 
     def _new_name(self, record: RunRecord) -> str:

@@ -12,7 +12,7 @@ from trainstack.backends.processes.communicator import Communicator
 from trainstack.errors import ModuleContractError
 
 
-def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, what: str = "trainer.gather") -> Any:
+def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -> Any:
     """Concatenate `outputs` of all processes along dimension 0, on every process.
 
     Tensors are concatenated by rows (a 0-dim tensor is one row) and returned on their device. Lists of other objects
@@ -24,7 +24,6 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
         comm: the communicator.
         outputs: of this process.
         chunk: the largest number of rows in one collective.
-        what: the name of this call, for the errors of processes that are in another call.
 
     Raises:
         ModuleContractError: the outputs of the processes have different structures, or contain objects that cannot be
@@ -35,7 +34,7 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
         return outputs
     leaves: list[tuple[str, Any]] = []
     plan = _flatten(outputs, "outputs", leaves)
-    gathered = comm.gather((_plain(plan), repr(plan), [_describe(*item) for item in leaves]), what)
+    gathered = comm.gather((_plain(plan), repr(plan), [_describe(*item) for item in leaves]), "trainer.gather")
     filled = [(theirs, facts) for theirs, _, facts in gathered if facts]
     if not filled:
         return outputs
@@ -49,8 +48,10 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
     return _rebuild(plan if leaves else theirs, iter(joined))
 
 
-def gather_to_main(comm: Communicator, outputs: Any, what: str = "trainer.gather") -> Any:
+def gather_to_main(comm: Communicator, outputs: Any, what: str) -> Any:
     """`gather_outputs` for rank 0 only; None elsewhere. Each rank sends its rows once, into the memory of the result.
+
+    `what` names this call in the errors of processes that are in another call.
 
     Raises:
         ModuleContractError: see `gather_outputs`.

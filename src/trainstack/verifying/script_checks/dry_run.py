@@ -105,7 +105,7 @@ class _Watcher(Callback):
         evidence = self._evidence
         evidence.plan, evidence.loader = trainer.plan, trainer._run.data.loader
         evidence.optimizers, evidence.schedulers = trainer.optimizers, trainer.schedulers
-        self._marks = fingerprints(trainer.module, parts=True)
+        self._marks = fingerprints(trainer.module)
 
     def on_train_batch_begin(self, trainer: Any, batch: Any) -> None:
         self._watch.stage = "train"
