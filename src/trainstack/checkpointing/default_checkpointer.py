@@ -31,12 +31,7 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
-from trainstack.checkpointing.lookup import (
-    CheckpointFinder,
-    folder_at,
-    refresh_pointers,
-    rule_at,
-)
+from trainstack.checkpointing.lookup import CheckpointFinder, folder_at, refresh_pointers, rule_at
 from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention
 from trainstack.checkpointing.sharded.commit import Ranks, ShardedDirectory, report_part, together, wait_for_parts

@@ -33,11 +33,7 @@ from trainstack.trainer.mixins.evaluation import EvaluationMixin
 from trainstack.trainer.mixins.output import OutputMixin
 from trainstack.trainer.mixins.properties import PropertiesMixin
 from trainstack.trainer.mixins.saving import SavingMixin
-from trainstack.trainer.module_checks import (
-    check_parts,
-    complete_monitor,
-    refuse_argument_of_train,
-)
+from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.checkpoint_states import check_storable
 from trainstack.trainer.resume.saving import Saver, save_after_exception

@@ -43,13 +43,7 @@ class CombinedDataset(WrapsDatasets):
     """
 
     def __init__(
-        self,
-        loaders: Mapping[str, Any],
-        mode: Mode | None,
-        batch_size: int,
-        global_batch: int,
-        seed: int,
-        version: int,
+        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int, version: int
     ) -> None:
         self.parts = [loader.dataset for loader in loaders.values()]
         self._names, self._mode, self._global_batch = list(loaders), mode, global_batch

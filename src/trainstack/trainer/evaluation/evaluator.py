@@ -20,12 +20,7 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.record_sources import shares_records
-from trainstack.trainer.data.sharding import (
-    StreamDigest,
-    check_not_presharded,
-    refuse_unlike_streams,
-    stream_name,
-)
+from trainstack.trainer.data.sharding import StreamDigest, check_not_presharded, refuse_unlike_streams, stream_name
 from trainstack.trainer.data.step_batches import unsupported_order_reason
 from trainstack.trainer.data.torch_classes import makes_lists_of_fields
 from trainstack.trainer.data.training_data import TrainingData

@@ -72,13 +72,7 @@ class AttributeWatch:
 
     was_written: bool
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        refuse: Callable[[str], None],
-        note: Callable[[Attributes], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, *, refuse: Callable[[str], None], note: Callable[[Attributes], None]) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, Held] = {}
         self._of_libraries = set[str]()  # parts whose caches and computed weights are not values of the user

@@ -66,9 +66,4 @@ def place_of_this_process() -> DistributedTrainingArguments:
     return DistributedTrainingArguments(local_rank=found.local_rank, global_rank=found.rank, world_size=found.size)
 
 
-__all__ = [
-    "DistributedPreprocessArguments",
-    "DistributedTrainingArguments",
-    "place_of_this_process",
-    "rank_zero_only",
-]
+__all__ = ["DistributedPreprocessArguments", "DistributedTrainingArguments", "place_of_this_process", "rank_zero_only"]
