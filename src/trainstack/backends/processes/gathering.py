@@ -74,19 +74,19 @@ def gather_to_main(comm: Communicator, outputs: Any, what: str) -> Any:
     columns = zip(*(one or [None] * len(described) for *_, one in gathered), strict=True)
     mine: list[Any] = [data if data is not None else leaf for data, (_, leaf) in zip(sent, leaves, strict=True)]
     joined = [
-        _join_on_main(comm, leaf, column, like, what)
+        _join_on_main(comm, leaf, column, like)
         for leaf, column, like in zip(mine or [None] * len(described), columns, described, strict=True)
     ]
     return _rebuild(plan if leaves else theirs, iter(joined)) if comm.rank == 0 else None
 
 
-def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, what: str) -> Any:
+def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any) -> Any:
     counts = [0 if fact is None else fact[1] for fact in facts]
     if like[0] == "objects":
         data = torch.empty(0, dtype=torch.uint8) if leaf is None else leaf
         whole = comm.rows_to_main(data, counts)
         parts = torch.split(whole, counts) if comm.rank == 0 else ()
-        decoded = [comm.decoded(part, what) for part in parts if part.numel()]
+        decoded = [comm.decoded(part) for part in parts if part.numel()]
         return StepList(value for values in decoded for value in values)
     _, _, row, dtype, device = like
     if leaf is None:
