@@ -27,7 +27,7 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
     if type(body) is not dict:
         raise ValueError(f"it is a {type(body).__name__}, not an object")
     values = dict(given)
-    for name, (hint, required) in _fields(cls).items():
+    for name, (hint, required) in _fields(cls).items():  # type: ignore[arg-type]  # mypy: a class is not hashable
         if name in given or (name not in body and not required):
             continue
         if name not in body:

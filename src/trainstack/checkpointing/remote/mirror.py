@@ -440,5 +440,5 @@ class Mirror:
         if self._args.keep_last is None:
             return []
         ours = [info for info in run if not info.pinned]
-        kept = [*ours[: self._args.keep_last], *self._args.monitored.rank(ours)[: self._args.keep_best]]
+        kept = {*ours[: self._args.keep_last], *self._args.monitored.rank(ours)[: self._args.keep_best]}
         return [info for info in ours if info not in kept]

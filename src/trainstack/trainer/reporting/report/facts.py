@@ -135,7 +135,7 @@ _DEEPEST = 40
 
 
 def _is_deep(values: Any) -> bool:
-    """Whether values lie so deep in others that functions that follow them would fail."""
+    """Whether values are nested so deeply that functions that follow them would fail."""
     level, depth = [values], 0
     while level and depth <= _DEEPEST:
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
