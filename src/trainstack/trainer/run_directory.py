@@ -7,7 +7,7 @@ import re
 import secrets
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -467,16 +467,9 @@ class RunDirectory:
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:
     """Return the runs in the folders of `root`, newest first; folders without an intact record are ignored."""
-    found = list(_iterate_records(root))
+    folders = root.iterdir() if root.is_dir() else ()
+    found = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
     return sorted(found, key=lambda entry: (entry[1].order, entry[0].name), reverse=True)
-
-
-def _iterate_records(root: Path) -> Iterator[tuple[Path, RunRecord]]:
-    if root.is_dir():
-        for folder in root.iterdir():
-            record = read_record(folder)
-            if record is not None:
-                yield folder, record
 
 
 def _base_of(args: TrainerArguments) -> Path:

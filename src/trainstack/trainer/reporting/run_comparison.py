@@ -159,7 +159,8 @@ def compare_runs(
     if limits is not None:
         given = {"tolerance": tolerance, "absolute_tolerance": absolute_tolerance}
         given["largest_error"] = _largest_error(mine, theirs)
-    changes = _relevant(changes_between(*_starts(*logs, None if first is None else first.step)))
+    changes = changes_between(*_starts(*logs, None if first is None else first.step))
+    changes = [change for change in changes if change.effect is not Effect.SAME_BITS]
     if first is None:
         return RunComparison(step=None, compared=compared, changes=tuple(changes), notes=notes, **given)
     found = RunComparison(
@@ -250,10 +251,6 @@ def _unlike_weights(log: StepLog, twin: StepLog) -> list[Change]:
 def _place(change: Change, order: Sequence[str]) -> tuple[bool, int]:
     section = change.name.partition(".")[0]
     return not change.effect.breaks_exactness, order.index(section) if section in order else len(order)
-
-
-def _relevant(changes: Sequence[Change]) -> list[Change]:
-    return [change for change in changes if change.effect is not Effect.SAME_BITS]
 
 
 def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:

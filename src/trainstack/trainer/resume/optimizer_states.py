@@ -129,7 +129,7 @@ class OptimizerStates:
         names = groups.names()
         record: dict[str, Any] = {"class": type(optimizer).__name__}
         in_state: list[Any] = []
-        if is_divided(optimizer) and not self._has_whole_state():
+        if is_divided(optimizer) and not (self._is_whole and self._work.world.is_main):
             record |= {"groups": [{"params": [one for one in own if one]} for own in names], "state": None}
         else:
             state = self._state_dict_of(number, optimizer)
@@ -184,9 +184,6 @@ class OptimizerStates:
                 "replace a parameter in a group, write optimizer.state[new] = optimizer.state.pop(old). When you "
                 "remove one, write optimizer.state.pop(old)."
             ) from error
-
-    def _has_whole_state(self) -> bool:
-        return self._is_whole and self._work.world.is_main
 
     def _groups_of(self, optimizer: Optimizer) -> Groups:
         originals = self._work.params.find_originals()
