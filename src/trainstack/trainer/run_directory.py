@@ -37,7 +37,7 @@ DEFAULT_ROOT = "runs"
 """Folder of the runs without `output_dir`, in the current folder when the trainer is made."""
 
 _finished: Counter[tuple[str, str, str]] = Counter()
-"""How many runs of a script and module this process has trained to their end."""
+"""The number of runs of a script and module that this process has trained to their end."""
 
 
 class RunDirectory:

@@ -178,7 +178,7 @@ class TrainingData:
         return sum_steps(steps) if sums_losses(self._module) else steps
 
     def _describe_order(self, loader: Any) -> str:
-        """As `describe_order`, with the global batch if the order depends on it."""
+        """`describe_order`, with the global batch if the order depends on it."""
         order = describe_order(loader)
         grouped = isinstance(getattr(loader, "sampler", None), LengthGroupedSampler)
         return f"{order} in batches of {self.plan.global_batch}" if grouped else order
@@ -276,7 +276,7 @@ class TrainingData:
         return several and loader is not None and unsupported_order_reason(loader) is not None
 
     def _batch_weight(self) -> WeightFn | None:
-        """As `custom_batch_weight`. At the first batch, it logs the choice of a `SupervisedModule`."""
+        """`custom_batch_weight`. At the first batch, it logs the choice of a `SupervisedModule`."""
         module: Any = self._module
         weigh = custom_batch_weight(module)
         if weigh is None or self._choice_logged or not hasattr(module, "weight_choice"):

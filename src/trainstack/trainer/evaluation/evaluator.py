@@ -253,7 +253,7 @@ class Evaluator:
         Args:
             stage: the stage of the step.
             loaders: the loaders by name.
-            keep: which processes keep the outputs.
+            keep: selects the processes that keep the outputs.
             reporter: given for a validation within training. It may be interrupted, and continues with the loaders that
                 are not done.
             history: records the metrics; None for the history of the run.

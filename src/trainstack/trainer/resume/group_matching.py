@@ -49,7 +49,7 @@ class Groups:
         return [[self._names.get(id(p), (None,))[0] for p in own] for own in self.parameters]
 
     def names_as_in(self, record: Mapping[str, Any]) -> list[list[str | None]]:
-        """As `names`, with the names in `record`, because a tied parameter has several names."""
+        """`names`, with the names in `record`, because a tied parameter has several names."""
         known = {self.by_name[name]: name for group in record["groups"] for name in group["params"]}
         return [[known.get(id(p)) for p in own] for own in self.parameters]
 

@@ -47,7 +47,7 @@ class DistributedPreprocessArguments:
     Attributes:
         node_count: machines.
         local_size: processes on each.
-        node_rank: which machine this is; None for `global_rank // local_size`.
+        node_rank: the number of this machine; None for `global_rank // local_size`.
     """
 
     local_rank: int = 0
