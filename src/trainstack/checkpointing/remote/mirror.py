@@ -336,6 +336,7 @@ class Mirror:
         for path in files:
             if path != record:
                 self._upload_file(path)
+        self._deleted.intersection_update(key for key, _, _ in self._local_entries())
         tried = set(self._deleted)
         while missing := [one for one in self._local_entries() if one[0] not in self._known and one[0] not in tried]:
             tried.add(missing[0][0])
