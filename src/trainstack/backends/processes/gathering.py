@@ -89,12 +89,15 @@ def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any
         decoded = [comm.decoded(part) for part in parts if part.numel()]
         return StepList(value for values in decoded for value in values)
     _, _, row, dtype, device = like
+    rows = comm.rows_to_main(_rows_of(leaf, row, dtype), counts)
+    return rows.to(device if leaf is None else leaf.device)
+
+
+def _rows_of(leaf: Any, row: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The rows of a tensor, on the CPU; no rows of the shape `row` if this process has no outputs."""
     if leaf is None:
-        rows = torch.empty((0, *row), dtype=dtype)
-    else:
-        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
-        device = str(leaf.device)
-    return comm.rows_to_main(rows, counts).to(device)
+        return torch.empty((0, *row), dtype=dtype)
+    return (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
 
 
 def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
@@ -165,12 +168,8 @@ def _join(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, chunk:
         return StepList(item for fact in facts if fact is not None for item in fact[1])
     _, _, row, dtype, device = like
     counts = [0 if fact is None else fact[1] for fact in facts]
-    if leaf is None:
-        rows = torch.empty((0, *row), dtype=dtype)
-    else:
-        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
-        device = str(leaf.device)
-    return comm.all_gather_rows(rows, counts, chunk).to(device)
+    rows = comm.all_gather_rows(_rows_of(leaf, row, dtype), counts, chunk)
+    return rows.to(device if leaf is None else leaf.device)
 
 
 def _rebuild(plan: Any, leaves: Any) -> Any:

@@ -219,18 +219,18 @@ class _Node:
         self.path = path
 
     def add(self, value: Any, target: _Target) -> None:
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def cut(self, count: int) -> None:
         """Keep only the first `count` values. After a failed step there may be fewer."""
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def empty_last(self) -> None:
         """Keep only the structure of the last value."""
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def join(self) -> Any:
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def tensors(self) -> Iterator[_Tensors]:
         """The places of tensors here and below."""

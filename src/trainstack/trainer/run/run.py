@@ -1,4 +1,4 @@
-"""`Run` trains a prepared module epoch by epoch. `RunView` shows its counters to users."""
+"""`Run` trains a prepared module epoch by epoch."""
 
 from __future__ import annotations
 
