@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,29 @@ def step(module: Vectors, optimizers: Sequence[torch.optim.Optimizer], made: Seq
         module.make_gradients(number)
         for one in (*optimizers, *made):
             one.step()
+
+
+class CountsWalks(nn.Module):
+    """Counts the walks over its parameters."""
+
+    walks = 0
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+
+    def named_parameters(self, *given: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.walks += 1
+        return super().named_parameters(*given, **options)
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_the_number_of_optimizers_does_not_multiply_the_walks(layers: int) -> None:
+    module = CountsWalks(layers)
+    states = states_of(module, [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in module.layers])
+    module.walks = 0
+    states.update_state(states.get_state(), RunLogger())
+    assert module.walks < 6
 
 
 def bits(module: nn.Module) -> dict[str, list[float]]:

@@ -97,7 +97,8 @@ def _rows_of(leaf: Any, row: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The rows of a tensor, on the CPU; no rows of the shape `row` if this process has no outputs."""
     if leaf is None:
         return torch.empty((0, *row), dtype=dtype)
-    return (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
+    rows: Tensor = leaf.reshape(1) if leaf.dim() == 0 else leaf
+    return rows.detach().to("cpu").contiguous()
 
 
 def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
