@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -23,6 +24,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import rank_states
 from trainstack.backends import Workload, World
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.resume.group_matching import Groups
 from trainstack.trainer.resume.optimizer_states import OptimizerStates
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -95,6 +97,15 @@ def test_the_number_of_optimizers_does_not_multiply_the_walks(layers: int) -> No
     module.walks = 0
     states.update_state(states.get_state(), RunLogger())
     assert module.walks < 6
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_the_names_are_not_found_again_for_each_group(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls, names = CountsWalks(layers), itertools.count(), Groups.names
+    monkeypatch.setattr(Groups, "names", lambda self: (next(calls), names(self))[1])
+    states = states_of(module, [torch.optim.SGD([{"params": one.parameters()} for one in module.layers], lr=0.1)])
+    states.update_state(states.get_state(), RunLogger())
+    assert next(calls) < 10
 
 
 def bits(module: nn.Module) -> dict[str, list[float]]:

@@ -232,7 +232,7 @@ def _check_order(title: str, mine: Groups, record: Mapping[str, Any]) -> None:
 
 def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: Mapping[int, int]) -> list[int]:
     """For each group of the optimizer, the number of the group in the checkpoint with the same parameters."""
-    order, taken = list[int](), dict[int, int]()
+    order, taken, names = list[int](), dict[int, int](), mine.names()
     empty = [number for number, group in enumerate(record["groups"]) if not group["params"]]
     for number, own in enumerate(mine.parameters):
         if not own:
@@ -242,7 +242,7 @@ def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: M
             order.append(place)
             continue
         place = saved[id(own[0])]
-        for p, name in zip(own, mine.names()[number], strict=True):
+        for p, name in zip(own, names[number], strict=True):
             theirs = saved[id(p)]
             if theirs != place or taken.get(theirs, number) != number:
                 group = record["groups"][theirs]
