@@ -547,7 +547,9 @@ def _hash(what: str) -> int:
 
 def _flat(message: bytes | Tensor) -> Tensor:
     if isinstance(message, bytes):
-        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]  # refuses b""
+        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
+            : len(message)
+        ]  # frombuffer refuses b""
     return message
 
 

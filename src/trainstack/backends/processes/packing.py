@@ -38,7 +38,7 @@ def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor are bytes with strides."""
+    """Whether a tensor is strided, and neither quantized nor nested, so that `pack` can copy its bytes."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
