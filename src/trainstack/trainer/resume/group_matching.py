@@ -149,7 +149,7 @@ def match_groups(
                 continue
             if name in joined_names and id_ is not None and id_ not in elsewhere:
                 joined.setdefault(number, []).append(name)
-            elif id_ in elsewhere:
+            elif id_ is not None and id_ in elsewhere:
                 raise CheckpointMismatchError(
                     f"the parameter {name!r} is in optimizer {elsewhere[id_]}; in the checkpoint it is in optimizer "
                     f"{place} ({record['class']}). {_HOW}"

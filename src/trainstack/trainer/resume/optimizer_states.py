@@ -195,6 +195,11 @@ class OptimizerStates:
         originals = self._work.params.find_originals()
         return [[originals.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
 
+    def _held_elsewhere(self, number: int) -> dict[int, int]:
+        """The numbers of the other optimizers, by the ids of their parameters."""
+        others = [(other, one) for other, one in enumerate(self._work.optimizers) if other != number]
+        return {id(p): other for other, one in others for own in self._held_by(one) for p in own}
+
     def update_state(self, state: Mapping[str, Any], log: RunLogger) -> None:
         """Load the result of `get_state`.
 
@@ -250,14 +255,7 @@ class OptimizerStates:
                 "exception. Resume from the newest checkpoint before it."
             )
         groups = self._groups_of(optimizer, known)
-        elsewhere = {
-            id(p): other
-            for other, one in enumerate(self._work.optimizers)
-            if other != number
-            for own in self._held_by(one)
-            for p in own
-        }
-        match = match_groups(what, groups, elsewhere, first, place)
+        match = match_groups(what, groups, self._held_elsewhere(number), first, place)
         self._compare_settings(number, what, record, match.order)
         order = match.order
         if "first" in record:
