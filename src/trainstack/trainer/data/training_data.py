@@ -196,7 +196,7 @@ class TrainingData:
         check_plan(self._module, plan)
         self.plan = self._module.plan = plan
 
-    def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
+    def current_indices(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the current step, by its position; None if they are unknown."""
         share = self._share(state.epoch, state.samples_in_epoch)
         borrowed = 0 if share is None else len(share.borrowed)
@@ -236,7 +236,7 @@ class TrainingData:
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
         count = self.plan.accumulation if share is None else len(share.all_micro_batches)
-        samples = [] if state.borrowed else self.indices_under_way(state, position)
+        samples = [] if state.borrowed else self.current_indices(state, position)
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
 
     def compare_streams(self) -> None:
