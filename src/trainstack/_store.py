@@ -112,11 +112,7 @@ class TimedStore:
     raw: Store
 
     def __init__(
-        self,
-        store: Store,
-        timeout_s: float,
-        deadline: float = float("inf"),
-        pending: dict[object, float] | None = None,
+        self, store: Store, timeout_s: float, deadline: float = float("inf"), pending: dict[object, float] | None = None
     ) -> None:
         self.raw, self._timeout_s, self._deadline = store, timeout_s, deadline
         self._pending: dict[object, float] = {} if pending is None else pending

@@ -15,6 +15,8 @@ from torch import nn
 import trainstack as ts
 from tests.checkpointing.test_exporting import load_by_the_readme
 from tests.checkpointing.test_warm_start import Net
+from trainstack.checkpointing.pretrained import reading
+from trainstack.checkpointing.pretrained.matching import match_weights
 from trainstack.errors import (
     CheckpointDamagedError,
     CheckpointMismatchError,
@@ -30,6 +32,19 @@ class Wrapped(nn.Module):
         super().__init__()
         self.model = nn.ModuleDict({"net": Net()})
         self.scale = nn.Parameter(torch.ones(1))
+
+
+class CountedName(str):
+    """A name that counts its comparisons with other names."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
 
 
 def write_shards(folder: Path, model: nn.Module) -> Path:
@@ -217,3 +232,14 @@ def test_shards_and_index_have_the_same_names(tmp_path: Path) -> None:
     index.write_text(twice)
     with pytest.raises(CheckpointDamagedError, match=r"'head\.weight' occurs twice"):
         ts.warm_start(Net(), index)
+
+
+def test_the_number_of_comparisons_grows_linearly_with_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [CountedName(f"{number}.weight") for number in range(200)]
+    own = {name: torch.zeros(1) for name in names}
+    monkeypatch.setattr(CountedName, "comparisons", 0)
+    report, places = match_weights(nn.Module(), own, dict(own), "weights", strict=True)
+    assert (len(report.loaded), len(places)) == (200, 200)
+    with pytest.raises(ValueError, match=r"199\.weight"):
+        reading._once([*((name, "a") for name in names), (CountedName("199.weight"), "b")])
+    assert CountedName.comparisons < 20 * len(names)

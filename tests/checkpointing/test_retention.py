@@ -23,6 +23,7 @@ from tests.checkpointing.test_crash import instrument
 from tests.helpers.patience import patience
 from trainstack.checkpointing import (
     Checkpoint,
+    CheckpointInfo,
     DefaultCheckpointer,
     DefaultCheckpointerArguments,
     default_checkpointer,
@@ -412,6 +413,22 @@ def test_a_damaged_best_is_replaced_by_the_next(tmp_path: Path, caplog: pytest.L
     flip_bit(tmp_path / "checkpoint-000000002" / "model.safetensors", -1)
     assert mark_of(checkpointer(tmp_path).load("best")) == 1
     assert "checkpoint-000000002" in caplog.text
+
+
+def test_deleted_checkpoints_leave_no_record_in_memory(tmp_path: Path) -> None:
+    save_all(checkpointer(tmp_path, keep_last=1), [None] * 4)
+    assert {path.name for path in retention._verified if path.parent == tmp_path} == {"checkpoint-000000004"}
+
+
+def test_the_number_of_comparisons_grows_linearly_with_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(checkpointer(tmp_path), [None] * 30)
+    compare, count = CheckpointInfo.__eq__, itertools.count()
+    monkeypatch.setattr(CheckpointInfo, "__eq__", lambda one, other: (next(count), compare(one, other))[1])
+    save_all(checkpointer(tmp_path, keep_last=15), [None], first=31)
+    assert steps(tmp_path) == set(range(17, 32))
+    assert next(count) < 31 * 5
 
 
 def test_a_file_of_the_user_is_not_a_pointer(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.step_logs import append, steps, write
 from trainstack.errors import CheckpointNotFoundError
-from trainstack.step_log import ABSENT, ENTRY, Flag, ranks_of, read_step_log
+from trainstack.step_log import ABSENT, ENTRY, Flag, ranks_of, read_step_log, reading
 from trainstack.step_log.format import Kind, pack_details, to_json
 
 
@@ -50,6 +50,15 @@ def test_details_are_found_by_step(tmp_path: Path) -> None:
     assert list(third.parameters) == ["w", "added"]
     assert third.optimizer_states.tolist() == [5, 6]
     assert log.details(4) is None
+
+
+def test_segments_without_a_common_step_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for segment in range(30):
+        write(tmp_path, (2 * segment + 1, 2 * segment + 4), resumed=2 * segment)
+    compared: list[int] = []
+    monkeypatch.setattr(reading, "_differences", lambda one, other: compared.append(len(one)) or ())
+    assert read_step_log(tmp_path).entries["step"].tolist() == list(range(1, 63))
+    assert len(compared) < 60
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_makes_again(tmp_path: Path) -> None:

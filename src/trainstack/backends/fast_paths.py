@@ -11,6 +11,7 @@ torch 2.13.0. `tests/backends/test_fast_paths.py` fails when the pinned torch no
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -185,7 +186,6 @@ def _knows_steps() -> bool:
 
 
 _STEPS_KNOWN = _knows_steps()
-_updates: dict[Step, Step | None] = {}
 
 
 def fast_step(optimizer: Optimizer, *, enabled: bool = True) -> None:
@@ -221,11 +221,10 @@ def fast_update(optimizer: Optimizer) -> Step | None:
         if getattr(mine, "__wrapped__", None) is not usual or not getattr(mine, "_wrapped_by_lr_sched", False):
             return None
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    if usual not in _updates:
-        _updates[usual] = _unwrapped(usual)
-    return _updates[usual]
+    return _unwrapped(usual)
 
 
+@functools.cache
 def _unwrapped(step: Step) -> Step | None:
     """The function inside the wrappers of `step`; None if the wrappers or their hooks are not the known ones."""
     found, hooks = [], _hooks_in(step)

@@ -112,6 +112,11 @@ def registered_backend(name: str) -> Callable[..., Any] | None:
     return _BACKENDS.get(name)
 
 
+def may_join_processes(backend: str) -> bool:
+    """Whether a backend has a layer that joins processes, or is registered, so that its layers are unknown."""
+    return backend in _BACKENDS or any(record.layer.joins_processes for record in parse_spec(backend))
+
+
 def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     """The layers that `spec` names, outermost first.
 

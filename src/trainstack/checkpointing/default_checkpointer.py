@@ -31,12 +31,7 @@ from trainstack.checkpointing.directory import (
 )
 from trainstack.checkpointing.integrity.scrubbing import BackgroundScrub
 from trainstack.checkpointing.lease import Lease
-from trainstack.checkpointing.lookup import (
-    CheckpointFinder,
-    folder_at,
-    refresh_pointers,
-    rule_at,
-)
+from trainstack.checkpointing.lookup import CheckpointFinder, folder_at, refresh_pointers, rule_at
 from trainstack.checkpointing.reading import read_checkpoint, read_deferred
 from trainstack.checkpointing.retention import Retention
 from trainstack.checkpointing.sharded.commit import Ranks, ShardedDirectory, report_part, together, wait_for_parts
@@ -100,9 +95,9 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._run_level = log_level
         self._run_id = self._loaded_run = self._loaded_at = self.known_run = None
         self._is_new = False
-        own_names = type(self).load is not DefaultCheckpointer.load
-        is_name = isinstance(resume, bool) or is_address(resume) or not has_separator(os.fspath(resume))
-        if isinstance(resume, bool) or is_name or own_names or global_rank() != 0:
+        if isinstance(resume, bool) or is_address(resume) or not has_separator(os.fspath(resume)):
+            return
+        if type(self).load is not DefaultCheckpointer.load or global_rank() != 0:
             return
         path = Path(resume).absolute()
         if not path.exists() and rule_at(path, self.args) is None:
@@ -333,7 +328,8 @@ class DefaultCheckpointer(AbstractCheckpointer):
             copy = payload.copy_into(self._buffers)
 
             def write(abandoned: threading.Event) -> None:
-                self._save_in_background(copy, name, abandoned)
+                with self._logging_failure(name):
+                    self._retention.apply(self._commit(copy, name, abandoned))
                 self._last_save_s = time.monotonic() - started
 
             self._background.start(f"saving {name}", write)
@@ -447,10 +443,6 @@ class DefaultCheckpointer(AbstractCheckpointer):
             directory.discard()
         return self._note_commit(path, contents)
 
-    def _save_in_background(self, payload: Payload, name: str, abandoned: threading.Event) -> None:
-        with self._logging_failure(name):
-            self._retention.apply(self._commit(payload, name, abandoned))
-
     @contextmanager
     def _logging_failure(self, name: str) -> Iterator[None]:
         try:
@@ -540,14 +532,13 @@ class DefaultCheckpointer(AbstractCheckpointer):
         self._clear(directory) if directory != self.save_dir else self.prepare()
         about = {**(metadata or {}), "index": index}
         first = self._name(f"model-{index:06d}" if global_step is None else f"model-{global_step:09d}")
-        name, number = first, 1
+        name, before, number = first, None, 1
         while os.path.lexists(directory / name):
-            number += 1
+            before, number = directory / name, number + 1
             name = f"{first}.{number}"
         owner: dict[str, Any] = {"run_id": self.run_id, "lease": self.lease, "lineage": lineage, "sign": self.signer}
         path = write_model(model_state, directory, name, about, plan=plan, global_step=global_step, **owner)
-        before = path if number == 1 else directory / (first if number == 2 else f"{first}.{number - 1}")
-        if before != path and _same_export(before, path):
+        if before is not None and _same_export(before, path):
             temp_dirs.discard_dir(path)
             path = before
         self._log(logging.INFO, f"saved {path}")

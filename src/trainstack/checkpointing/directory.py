@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 from trainstack._files import local_path, read_small
@@ -164,9 +165,6 @@ def _sort_in(contents: Contents, path: Path, found: Entry) -> None:
 Entry = CheckpointInfo | CheckpointDamagedError | CheckpointMismatchError | str | None
 """The kind of an entry of a directory. A text describes an unusual entry; None is a folder with other content."""
 
-_known: dict[str, tuple[tuple[int, ...], Path, Entry]] = {}
-"""The entries that were read, by path, with inode, size and times of their manifests."""
-
 _COARSE_S = 0.1
 """A file that changed more recently may change again with the same time: systems count in ticks of some ms."""
 
@@ -183,15 +181,15 @@ def _look_at(place: str) -> tuple[Path, Entry]:
     except OSError as error:
         path = Path(place)
         return path, _without_manifest(path, error)
-    mark = version_of(status)
-    known = _known.get(place)
-    if known is not None and known[0] == mark:
-        return known[1], known[2]
+    read = _read_version if time.time() - status.st_ctime > _COARSE_S else _read_version.__wrapped__
+    return read(place, version_of(status))
+
+
+@lru_cache(maxsize=16_384)  # more than a directory has; a long process writes and deletes more
+def _read_version(place: str, version: tuple[int, ...]) -> tuple[Path, Entry]:
+    """The entry at `place`, whose manifest has this inode, size and times."""
     path = Path(place)
-    entry = _read_entry(path)
-    if time.time() - status.st_ctime > _COARSE_S:
-        _known[place] = mark, path, entry
-    return path, entry
+    return path, _read_entry(path)
 
 
 def version_of(status: os.stat_result) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -26,7 +27,7 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
     if type(body) is not dict:
         raise ValueError(f"it is a {type(body).__name__}, not an object")
     values = dict(given)
-    for name, (hint, required) in _fields(cls).items():
+    for name, (hint, required) in _fields(cls).items():  # type: ignore[arg-type]  # mypy: a class is not hashable
         if name in given or (name not in body and not required):
             continue
         if name not in body:
@@ -37,19 +38,14 @@ def build(cls: type[Made], body: Any, **given: Any) -> Made:
     return cls(**values)
 
 
-_known: dict[type, dict[str, tuple[Any, bool]]] = {}
-
-
+@functools.cache
 def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     """The type of each field, and whether it has no default."""
-    if cls in _known:
-        return _known[cls]
     hints = get_type_hints(cls)
-    _known[cls] = {
+    return {
         field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
         for field in fields(cls)
     }
-    return _known[cls]
 
 
 def fits_type(value: Any, hint: Any) -> bool:

@@ -59,7 +59,8 @@ class Retention:
             run = of_run(contents, self.args.file_prefix)
             doomed = self.to_delete(run)
             self.verify_owner()
-            kept = [info for info in run if info not in doomed]
+            deleted = set(doomed)
+            kept = [info for info in run if info not in deleted]
             refresh_pointers(self.directory, self.args, newest_of(kept), best_of(kept, self.args), self.say)
         except OSError as error:
             self.say(
@@ -70,6 +71,7 @@ class Retention:
             try:
                 self.verify_owner()
                 temp_dirs.discard_dir(info.path)
+                _verified.pop(info.path, None)
                 self.say(logging.INFO, f"deleted {info.path}")
             except OSError as error:
                 self.say(logging.WARNING, f"{info.path} is no longer needed and could not be deleted: {error}")
@@ -90,8 +92,7 @@ class Retention:
 
     def _beyond(self, ours: list[CheckpointInfo], counts: Callable[[CheckpointInfo], bool]) -> list[CheckpointInfo]:
         args = self.args
-        kept = [*_first(args.keep_last or 0, ours, counts)]
-        kept += _first(args.keep_best, args.monitored.rank(ours), counts)
+        kept = {*_first(args.keep_last or 0, ours, counts), *_first(args.keep_best, args.monitored.rank(ours), counts)}
         return [info for info in ours if info not in kept]
 
     def _is_intact(self, info: CheckpointInfo) -> bool:

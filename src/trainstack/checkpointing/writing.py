@@ -267,12 +267,8 @@ def put_texts(
 ) -> dict[str, FileRecord]:
     """Write small files and flush them to the disk. Returns their records for a manifest."""
     for file, text in texts.items():
-        put_file(directory, file, functools.partial(_write_text, text=text), abandoned=abandoned)
+        put_file(directory, file, functools.partial(FileWriter.write, data=text), abandoned=abandoned)
     return {file: FileRecord(size=len(text), hash=digest(text)) for file, text in texts.items()}
-
-
-def _write_text(writer: FileWriter, text: bytes) -> None:
-    writer.write(text)
 
 
 def put_file(

@@ -106,7 +106,7 @@ def _subject(target: str, options: Sequence[str], script_words: Sequence[str]) -
 
 
 def _made_before(reached: TrainingReached, target: str, options: Sequence[str]) -> Callable[..., Any]:
-    """What `target` names in the file that was interrupted where it trains, if it has been defined."""
+    """The object with the name `target` in the file that was interrupted where it trains."""
     for frame, _ in traceback.walk_tb(reached.__traceback__):
         found: Any = frame.f_globals.get(target.rpartition(":")[2])
         if frame.f_code.co_name == "<module>" and found is not None:

@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
     if given.answer is not None:
         _answer(make, arguments, given)
         return 0
-    report = _compare(target, options, given.steps)
+    report = _compare(target, options)
     if given.json:
         print_json(report.to_dict())
     else:
@@ -119,7 +119,7 @@ def _answer(make: Callable[[], ModuleInterface], arguments: TrainerArguments, gi
     Path(given.answer).write_text(json.dumps(found), encoding="utf-8")
 
 
-def _compare(target: str, options: Sequence[str], steps: int) -> DeterminismReport:
+def _compare(target: str, options: Sequence[str]) -> DeterminismReport:
     ask = partial(_ask, target, [word for word in options if word != "--json"])  # the error of a process is text
     one, other = (_entries(ask("trace", hash_seed)) for hash_seed in (1, 2))
     difference, by_hashes = first_difference(one, other), False

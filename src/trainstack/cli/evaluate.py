@@ -195,7 +195,7 @@ def _run(command: str, target: str | None, path: str | None, options: list[str])
         trainer = Trainer(makers[0](**inputs.parameters(target)), arguments)
         if command == "predict":
             written = write_predictions(trainer, given.data, None if data is None else makers[1], given.output)
-            rows, found = _as_rows(written), written
+            rows, found = [(name, str(value)) for name, value in written.items()], written
         else:
             found = {"metrics": _metrics(trainer, command)}
             rows = [(name, _as_text(value)) for name, value in found["metrics"].items()]
@@ -236,10 +236,6 @@ def _metrics(trainer: Trainer, command: str) -> dict[str, Any]:
             f"with at least one batch, and return the loss from {step}_step or give the module metrics."
         )
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in found.metrics.items()}
-
-
-def _as_rows(written: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, str(value)) for name, value in written.items()]
 
 
 def _as_text(value: Any) -> str:

@@ -86,7 +86,7 @@ def _sessions(directory: Path, since: float) -> tuple[tuple[Session, ...], str]:
 
 
 def _fruitless(sessions: tuple[Session, ...]) -> int:
-    """How many of the newest sessions, in a row, were interrupted before they made a step; of this job in SLURM."""
+    """The number of newest sessions, in a row, that were interrupted before a step was made; of this job in SLURM."""
     count = 0
     for session in reversed(sessions):
         if session.status != "interrupted" or session.last_step != session.first_step:

@@ -85,10 +85,7 @@ class Inputs:
     """
 
     def __init__(
-        self,
-        parser: Parser,
-        makes_module: Callable[..., Any] | None = None,
-        most_used: Set[str] = _MOST_USED,
+        self, parser: Parser, makes_module: Callable[..., Any] | None = None, most_used: Set[str] = _MOST_USED
     ) -> None:
         self._parser, self._makes_module, self._most_used = parser, makes_module, most_used
         parser.other_names = TrainerArguments.ALIASES

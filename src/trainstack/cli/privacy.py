@@ -226,7 +226,7 @@ def _steps(args: argparse.Namespace, q: float) -> int:
 
 
 def _steps_per_epoch(args: argparse.Namespace, q: float) -> int:
-    """As in a `TrainingPlan`: the last step of an epoch counts even if it is not full."""
+    """The number in a `TrainingPlan`: the last step of an epoch counts even if it is not full."""
     if args.dataset_size is not None:
         return int(-(-args.dataset_size // args.batch_size))
     return math.ceil(round(1 / q, 6))

@@ -101,7 +101,7 @@ def _ledger_of(found: list[PrivacyStatement], own: Path) -> SpendLedger | None:
 
 
 def _stored_statements(folder: Path) -> list[PrivacyStatement]:
-    """That of the file, which a run writes before its first step, then that of the newest checkpoint."""
+    """The statement in the file, which a run writes before its first step, then that of the newest checkpoint."""
     found, file = [], folder / "privacy_statement.json"
     if file.is_file():
         found.append(PrivacyStatement.from_json(read_small(file).decode()))

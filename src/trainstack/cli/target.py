@@ -85,7 +85,7 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def load_targets(*targets: str) -> list[Callable[..., Any]]:
-    """As `load_target`, for several; a file or package that several of them name is run once."""
+    """`load_target` for several targets. A file or package that several of them name is run once."""
     sources = dict[str, ModuleType]()
     found = []
     for target in targets:
@@ -122,7 +122,7 @@ def modules_of_file(file: Path) -> list[str]:
 
 
 def _why_not(made_by: Any, name: str, source: ModuleType) -> str | None:
-    """Why a value of `source` does not make a module; None if it may."""
+    """The reason why a value of `source` does not make a module; None if it may."""
     if isinstance(made_by, type):
         return None if issubclass(made_by, ModuleInterface) else f"the class {name} is not a ModuleInterface"
     if not inspect.isfunction(made_by):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainstack.backends.spec import parse_spec, registered_backend
+from trainstack.backends.spec import may_join_processes, parse_spec, registered_backend
 from trainstack.errors import ConfigurationError
 from trainstack.replaying.arguments import arguments_of_leg, arguments_of_run
 from trainstack.replaying.comparison import Span
@@ -172,7 +172,7 @@ class ReplayTask:
 
     def _engine(self, leg: Leg) -> Engine:
         args = arguments_of_leg(self.args, leg, self.recorded.legs[-1], given=self.given)
-        joins = _joins_processes(args.backend)
+        joins = may_join_processes(args.backend)
         size = self._size(leg)
         if size > 1 and not joins:
             raise ConfigurationError(
@@ -243,10 +243,6 @@ def _joined(one: ReplayReport, other: ReplayReport) -> ReplayReport:
         damaged=(*one.damaged, *other.damaged),
         notes=tuple(dict.fromkeys((*one.notes, *other.notes))),
     )
-
-
-def _joins_processes(backend: str) -> bool:
-    return registered_backend(backend) is not None or any(r.layer.joins_processes for r in parse_spec(backend))
 
 
 def _refuse_private(recorded: RecordedRun, args: TrainerArguments) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainstack.step_log.format import Details, Flag
-from trainstack.step_log.reading import Entries, StepLog
+from trainstack.step_log.reading import NEEDS, Entries, StepLog
 
 IN_STEP = ("data", "random state", "forward", "backward", "learning rate", "skipped step", "optimizer")
 """The quantities of a step, in the order of their computation."""
@@ -22,7 +22,6 @@ _OF_FIELD = {
     "rates": "learning rate",
     "flags": "skipped step",
 }
-_NEEDS = {"norm": Flag.NORM, "samples": Flag.SAMPLES}
 
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
@@ -174,7 +173,7 @@ def _is_comparable(mine: Entries, theirs: Entries, name: str) -> np.ndarray[Any,
     if name == "loss":
         hidden: np.ndarray[Any, np.dtype[np.bool_]] = (mine["flags"] | theirs["flags"]) & np.uint32(Flag.HIDDEN) == 0
         return hidden
-    needed = np.uint32(_NEEDS.get(name, 0))
+    needed = np.uint32(NEEDS.get(name, 0))
     both: np.ndarray[Any, np.dtype[np.bool_]] = (mine["flags"] & theirs["flags"] & needed) == needed
     return both
 

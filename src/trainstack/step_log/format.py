@@ -111,11 +111,7 @@ class Details:
 
 
 def pack_details(
-    step: int,
-    batch: int | None,
-    generators: Sequence[int],
-    tensors: Sequence[Sequence[int]] = (),
-    names: int = 0,
+    step: int, batch: int | None, generators: Sequence[int], tensors: Sequence[Sequence[int]] = (), names: int = 0
 ) -> bytes:
     """The payload of a details block.
 

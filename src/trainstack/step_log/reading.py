@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,7 +243,7 @@ def _effective(
     read: _Read, others: list[Start]
 ) -> tuple[Entries, np.ndarray[Any, np.dtype[np.int64]], dict[int, tuple[str, ...]]]:
     """The entries that led to the newest state, their segments, and the fields that differ in steps made twice."""
-    pieces, retired = list[_Piece](), list[_Piece]()
+    pieces, retired = list[_Piece](), list[tuple[int, _Piece]]()
     differing = dict[int, set[str]]()
     starts = [*enumerate(read.segments), *((-1, start) for start in others)]
     for position, start in sorted(starts, key=lambda one: one[1].number):
@@ -250,9 +251,10 @@ def _effective(
         if np.any(made["step"][1:] <= made["step"][:-1]) or (len(made) and made["step"][0] <= start.resumed_step):
             read.damage = read.damage or f"the steps of segment {start.number} are not in order"
             made = np.sort(made, order="step")
-        retired += _cut(pieces, start.resumed_step)
-        for old, entries in retired:
-            if read.segments[old].world_size == start.world_size:
+        retired += [(int(piece[1]["step"][-1]), piece) for piece in _cut(pieces, start.resumed_step)]
+        first = int(made["step"][0]) if len(made) else sys.maxsize  # a run may have thousands of segments
+        for last, (old, entries) in retired:
+            if last >= first and read.segments[old].world_size == start.world_size:
                 for step, name in _differences(entries, made):
                     differing.setdefault(step, set()).add(name)
         pieces.append((position, made))
@@ -263,7 +265,7 @@ def _effective(
     return entries, np.concatenate(origins) if origins else np.empty(0, np.int64), repeated
 
 
-def _cut(pieces: list[_Piece], last: int) -> Iterator[_Piece]:
+def _cut(pieces: list[_Piece], last: int) -> list[_Piece]:
     """Remove the entries of steps after `last` from `pieces`, and return them."""
     removed = list[_Piece]()
     while pieces and (not len(pieces[-1][1]) or pieces[-1][1]["step"][-1] > last):
@@ -274,7 +276,7 @@ def _cut(pieces: list[_Piece], last: int) -> Iterator[_Piece]:
         if keep:
             pieces.append((position, entries[:keep]))
             break
-    return iter(removed)
+    return removed
 
 
 _BITS: Mapping[str, Callable[[Entries], np.ndarray[Any, Any]]] = {
@@ -285,7 +287,7 @@ _BITS: Mapping[str, Callable[[Entries], np.ndarray[Any, Any]]] = {
     "samples": lambda one: one["samples"],
     "rates": lambda one: one["rates"],
 }
-_NEEDS = {"norm": Flag.NORM, "samples": Flag.SAMPLES}
+NEEDS = {"norm": Flag.NORM, "samples": Flag.SAMPLES}
 
 
 def _differences(before: Entries, after: Entries) -> Iterator[tuple[int, str]]:
@@ -294,6 +296,6 @@ def _differences(before: Entries, after: Entries) -> Iterator[tuple[int, str]]:
     one, other = before[mine], after[theirs]
     for name, bits in _BITS.items():
         differs = bits(one) != bits(other)
-        if name in _NEEDS:  # a norm may have been measured in only one of them
-            differs &= (one["flags"] & other["flags"] & np.uint32(_NEEDS[name])) != 0
+        if name in NEEDS:  # a norm may have been measured in only one of them
+            differs &= (one["flags"] & other["flags"] & np.uint32(NEEDS[name])) != 0
         yield from ((int(step), name) for step in steps[differs])

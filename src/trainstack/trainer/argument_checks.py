@@ -236,11 +236,7 @@ def _check_writers(writers: Any) -> None:
         raise ConfigurationError(f"writers: {error}") from None
 
 
-_AT_LEAST_ONE_OR_NONE = (
-    "per_device_train_batch_size",
-    "gpu_batch_size_limit",
-    "val_batch_size",
-)
+_AT_LEAST_ONE_OR_NONE = ("per_device_train_batch_size", "gpu_batch_size_limit", "val_batch_size")
 _INSTEAD_OF_NOTHING = {
     "max_train_steps_per_epoch": "To validate and train nothing, call trainer.validate().",
     "max_val_steps_per_epoch": "For no validation, write validate_every=0.",

@@ -132,15 +132,7 @@ ALIASES: dict[str, str] = {
         ),
         _OPTIMIZER,
     ),
-    **dict.fromkeys(
-        (
-            "lr_scheduler",
-            "lr_scheduler_type",
-            "lr_scheduler_kwargs",
-            "scheduler",
-        ),
-        _SCHEDULER,
-    ),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_scheduler_kwargs", "scheduler"), _SCHEDULER),
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "warmup_epochs", "num_warmup_steps"), _WARMUP),
     "gradient_clip_val": "max_grad_norm, or clip_grads=False",
     "grad_clip": "max_grad_norm, or clip_grads=False",
@@ -157,16 +149,7 @@ ALIASES: dict[str, str] = {
     "module": _PART,
     # checkpoints and files
     **dict.fromkeys(
-        (
-            "default_root_dir",
-            "logdir",
-            "log_dir",
-            "logging_dir",
-            "save_dir",
-            "dirpath",
-            "out_dir",
-            "root_dir",
-        ),
+        ("default_root_dir", "logdir", "log_dir", "logging_dir", "save_dir", "dirpath", "out_dir", "root_dir"),
         "output_dir",
     ),
     "overwrite_output_dir": "overwrite",

@@ -117,7 +117,7 @@ class TrainerArguments(metaclass=SuggestsNames):
         combine_loaders: end of an epoch if `get_train_dataloader` returns a dict of loaders. `"min"`: with the
             shortest. `"max"`: with the longest; the others give None after their end. `"cycle"`: with the longest; the
             others start again. None: all must have the same length.
-        data_sharding: how the batches of a loader with a custom order are divided among processes. `"trainer"`: each
+        data_sharding: division of the batches of a loader with a custom order among processes. `"trainer"`: each
             process reads the same batches and uses every n-th. `"loader"`: the loader gives each process its own
             batches. `"auto"`: as `"trainer"`, with an error for data that is known to be divided. A dict has a value
             for each stage: `{"train": "loader", "val": "trainer"}`; the others are `"test"` and `"predict"`.

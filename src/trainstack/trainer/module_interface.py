@@ -148,7 +148,7 @@ class StepView:
         return StepView, ()
 
 
-class _MicroBatchUnderWay:
+class _CurrentMicroBatch:
     """The attribute `micro_batch` of a module, unless the module assigns its own."""
 
     def __get__(self, module: Any, kind: Any = None) -> MicroBatchInfo:
@@ -156,7 +156,7 @@ class _MicroBatchUnderWay:
         return MicroBatchInfo() if view is None else view.micro_batch()
 
 
-class _LoggedAlone:
+class _LoggedWithoutTrainer:
     """The attribute `logged` of a module, unless the module assigns its own."""
 
     def __get__(self, module: Any, kind: Any = None) -> dict[str, Any]:
@@ -221,11 +221,11 @@ class ModuleInterface(nn.Module, CallbackInterface, MediaLog, ABC):
     plan: TrainingPlan = None  # type: ignore[assignment]  # set before any method of the user is called
     keep_modes: bool = False
     evaluate_on_main: bool = False
-    micro_batch: _MicroBatchUnderWay = _MicroBatchUnderWay()
+    micro_batch: _CurrentMicroBatch = _CurrentMicroBatch()
     loss_reduction: Literal["mean", "sum"] | None = None
     splits_batches: bool = True
     hyperparameters: Mapping[str, Any] = MappingProxyType({})
-    logged: _LoggedAlone = _LoggedAlone()
+    logged: _LoggedWithoutTrainer = _LoggedWithoutTrainer()
     _log_sink: LogSink | None = None
     _step_view: StepView | None = None
     _may_lack_loss: bool = False  # whether `val_step` may return outputs without a loss
@@ -580,11 +580,11 @@ _OTHER_METHODS = {
 def _lacks_methods(cls: type, missing: Sequence[str]) -> ModuleContractError:
     sentences = []
     for name in missing:
-        signature = str(inspect.signature(getattr(cls, name))).partition(" ->")[0]
-        plain = ", ".join(part.partition(":")[0].strip() for part in signature.strip("()").split(","))
+        parameters = inspect.signature(getattr(cls, name)).parameters.values()
+        plain = inspect.Signature([one.replace(annotation=one.empty, default=one.empty) for one in parameters])
         theirs = next((one for one in _OTHER_METHODS.get(name, ()) if hasattr(cls, one)), None)
         has = f"{cls.__name__} has {theirs}; trainstack calls" if theirs else "Define"
-        sentences.append(f"{has} {name}({plain}).")
+        sentences.append(f"{has} {name}{plain}.")
     return ModuleContractError(
         f"{cls.__name__} lacks {', '.join(missing)}, so it cannot be trained. {' '.join(sentences)} For a model with a "
         "loss and a data set, SupervisedModule has these methods."

@@ -7,7 +7,7 @@ import re
 import secrets
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ DEFAULT_ROOT = "runs"
 """Folder of the runs without `output_dir`, in the current folder when the trainer is made."""
 
 _finished: Counter[tuple[str, str, str]] = Counter()
-"""How many runs of a script and module this process has trained to their end."""
+"""The number of runs of a script and module that this process has trained to their end."""
 
 
 class RunDirectory:
@@ -87,7 +87,7 @@ class RunDirectory:
                 "exists, or write absolute paths: output_dir, and if they are given save_dir, load_dir, "
                 "model_state_save_dir and tb_log_dir."
             ) from error
-        self._record = describe_run(module, self._base, 0)
+        self._record = describe_run(module, self._base)
 
     def _make_mirror(self, args: TrainerArguments) -> Mirror:
         from trainstack.checkpointing.remote.fetching import local_copy_of
@@ -256,7 +256,7 @@ class RunDirectory:
         return [folder for folder, other in mine if goes_on and other.number == number]
 
     def _describe(self) -> RunRecord:
-        one = describe_run(self._module, self._base, 0)
+        one = describe_run(self._module, self._base)
         return replace(one, number=_finished[one.made_by])
 
     def _new_name(self, record: RunRecord) -> str:
@@ -467,16 +467,9 @@ class RunDirectory:
 
 def _records_in(root: Path) -> list[tuple[Path, RunRecord]]:
     """Return the runs in the folders of `root`, newest first; folders without an intact record are ignored."""
-    found = list(_iterate_records(root))
+    folders = root.iterdir() if root.is_dir() else ()
+    found = [(folder, record) for folder in folders if (record := read_record(folder)) is not None]
     return sorted(found, key=lambda entry: (entry[1].order, entry[0].name), reverse=True)
-
-
-def _iterate_records(root: Path) -> Iterator[tuple[Path, RunRecord]]:
-    if root.is_dir():
-        for folder in root.iterdir():
-            record = read_record(folder)
-            if record is not None:
-                yield folder, record
 
 
 def _base_of(args: TrainerArguments) -> Path:

@@ -81,14 +81,14 @@ def read_record(folder: Path) -> RunRecord | None:
         return None
 
 
-def describe_run(module: object, root: Path, number: int) -> RunRecord:
+def describe_run(module: object, root: Path) -> RunRecord:
     """Return the record of a run of `module` that this process starts; paths are relative to `root` if possible."""
     cls = type(module)
     source = getattr(sys.modules.get(cls.__module__), "__file__", None)
     where = "" if source is None else _relative(source, root)
     began = datetime.now(timezone.utc).isoformat(timespec="seconds")
     name = f"{where}:{cls.__qualname__}"
-    return RunRecord(script=_script(root), module=name, words=_words(sys.argv[1:]), number=number, began=began)
+    return RunRecord(script=_script(root), module=name, words=_words(sys.argv[1:]), began=began)
 
 
 _SESSION = os.environ.setdefault("_TRAINSTACK_SESSION", uuid.uuid4().hex)

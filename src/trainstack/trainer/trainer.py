@@ -33,11 +33,7 @@ from trainstack.trainer.mixins.evaluation import EvaluationMixin
 from trainstack.trainer.mixins.output import OutputMixin
 from trainstack.trainer.mixins.properties import PropertiesMixin
 from trainstack.trainer.mixins.saving import SavingMixin
-from trainstack.trainer.module_checks import (
-    check_parts,
-    complete_monitor,
-    refuse_argument_of_train,
-)
+from trainstack.trainer.module_checks import check_parts, complete_monitor, refuse_argument_of_train
 from trainstack.trainer.module_interface import ModuleInterface
 from trainstack.trainer.resume.checkpoint_states import check_storable
 from trainstack.trainer.resume.saving import Saver, save_after_exception
@@ -223,7 +219,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             try:
                 run = self._ready(to_train=True)
             except BaseException as error:
-                self._heed_early_signal(error)
+                self._handle_early_signal(error)
                 raise
             if self.args.on_interrupt == "return" and self.world.size > 1:
                 raise ConfigurationError(
@@ -252,7 +248,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         if then_raise is not None:
             raise then_raise
 
-    def _heed_early_signal(self, error: BaseException) -> None:
+    def _handle_early_signal(self, error: BaseException) -> None:
         """After `error` ended `train()` before training began, record a signal as its cause.
 
         If a rank is lost after a signal came to this process, it has most likely got the signal too.

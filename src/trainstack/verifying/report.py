@@ -50,8 +50,8 @@ class ResumeReport:
         asked: the requested number of counting kills.
         model_hash: xxh3-128 of the module's file in the last checkpoint of the uninterrupted training.
         trainings: the number of trainings that were started for kills.
-        divergence: where the last killed training diverged from the uninterrupted one; None if the last checkpoints
-            agree in every bit.
+        divergence: the first difference of the last killed training from the uninterrupted one; None if the last
+            checkpoints agree in every bit.
         untracked: if they do not, attributes of the module and the callbacks that training changes and that no
             `get_state` returns.
         blind_to: a parameter that was not restored in one more resume, to test this test, if that training ended with

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainstack.backends.spec import expand_auto, parse_spec, registered_backend
+from trainstack.backends.spec import expand_auto, may_join_processes, parse_spec, registered_backend
 from trainstack.errors import ConfigurationError, LaunchError
 from trainstack.launching.options import check_not_in_worker, pickle_call
 from trainstack.trainer import Callback, ModuleInterface, TrainerArguments
@@ -88,7 +88,7 @@ def verify_resume(
     backend = _expand_auto(args.backend, nproc)
     subject = TrialSetup(
         backend=backend,
-        nproc=(nproc or 2) if _joins_processes(backend) else None,
+        nproc=(nproc or 2) if may_join_processes(backend) else None,
         call_in=call_in,
         context=multiprocessing.get_context("spawn"),
         timeout_s=timeout_s,
@@ -117,10 +117,6 @@ def _expand_auto(backend: str, nproc: int | None) -> str:
     return backend if known else expand_auto(backend, joins=nproc is not None and nproc > 1)
 
 
-def _joins_processes(backend: str) -> bool:
-    return registered_backend(backend) is not None or any(r.layer.joins_processes for r in parse_spec(backend))
-
-
 def _placed(args: TrainerArguments, place: Path, async_save: bool) -> TrainerArguments:
     """The arguments of the same training with all files in `place`, resuming from a checkpoint there."""
     return arguments_in(place, args, {"async_save": async_save}, resume="auto", writers=())
@@ -138,7 +134,7 @@ def _check(args: Any, kills: Any, nproc: Any, timeout_s: Any) -> None:
             raise ConfigurationError(f"{name}={value!r}: write a whole number, 1 or more.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: write a number of seconds above 0.")
-    if not _joins_processes(_expand_auto(args.backend, nproc)) and nproc not in (None, 1):
+    if not may_join_processes(_expand_auto(args.backend, nproc)) and nproc not in (None, 1):
         features = args.backend.split("-")[1:]
         raise ConfigurationError(
             f"nproc={nproc}: backend {args.backend!r} trains in one process. Write a backend that joins several, "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.helpers.processes import run_world
 from tests.helpers.workers import rank_states
 from trainstack.backends import Workload, World
 from trainstack.trainer.core.logs import RunLogger
+from trainstack.trainer.resume.group_matching import Groups
 from trainstack.trainer.resume.optimizer_states import OptimizerStates
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -72,6 +74,38 @@ def step(module: Vectors, optimizers: Sequence[torch.optim.Optimizer], made: Seq
         module.make_gradients(number)
         for one in (*optimizers, *made):
             one.step()
+
+
+class CountsWalks(nn.Module):
+    """Counts the walks over its parameters."""
+
+    walks = 0
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+
+    def named_parameters(self, *given: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.walks += 1
+        return super().named_parameters(*given, **options)
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_the_number_of_optimizers_does_not_multiply_the_walks(layers: int) -> None:
+    module = CountsWalks(layers)
+    states = states_of(module, [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in module.layers])
+    module.walks = 0
+    states.update_state(states.get_state(), RunLogger())
+    assert module.walks < 6
+
+
+@pytest.mark.parametrize("layers", [2, 20])
+def test_the_names_are_not_found_again_for_each_group(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, calls, names = CountsWalks(layers), itertools.count(), Groups.names
+    monkeypatch.setattr(Groups, "names", lambda self: (next(calls), names(self))[1])
+    states = states_of(module, [torch.optim.SGD([{"params": one.parameters()} for one in module.layers], lr=0.1)])
+    states.update_state(states.get_state(), RunLogger())
+    assert next(calls) < 10
 
 
 def bits(module: nn.Module) -> dict[str, list[float]]:

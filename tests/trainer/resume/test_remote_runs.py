@@ -237,6 +237,15 @@ def test_the_store_keeps_the_newest_and_best_checkpoints(tmp_path: Path) -> None
     assert two.global_steps_finished == 16
 
 
+def test_a_mirror_forgets_entries_without_a_local_copy(tmp_path: Path) -> None:
+    mirror = mirrors.Mirror(RUN, tmp_path / "one", SAVES, RECORD, lambda level, line: None)
+    mirror.take(5.0, lambda: False)
+    mirror._deleted = {"checkpoints/checkpoint-000000001.0123456789abcdef"}
+    mirror._upload()
+    assert not mirror._deleted
+    mirror.release()
+
+
 @pytest.mark.parametrize("address", [RUN, f"{RUN}/checkpoints/checkpoint-000000008", f"{RUN}/checkpoints/last"])
 def test_a_run_elsewhere_begins_from_an_address(address: str, tmp_path: Path) -> None:
     one = start(tmp_path / "one")

@@ -154,7 +154,7 @@ def steps_within(
     *,
     at_most: int = 2**40,
 ) -> int:
-    """How many steps of (sigma, q) may follow `history` before epsilon exceeds `max_epsilon`.
+    """The number of steps of (sigma, q) that may follow `history` before epsilon exceeds `max_epsilon`.
 
     The largest T with `epsilon_of(history + T steps) <= max_epsilon`, by doubling from the number that Renyi accounting
     allows and by bisection; `at_most` if all of those fit, which is checked first.

@@ -49,7 +49,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         clip_learning_rate: of `"adaptive"`: how fast C follows, per step, in its logarithm.
         count_noise_multiplier: of `"adaptive"`: the noise on the count of unclipped records, in records; by default a
             twentieth of the batch. Must be more than half of `noise_multiplier`.
-        grad_mode: how gradients of single records are computed; `"auto"` takes the fastest that is exact.
+        grad_mode: the computation of the gradients of single records; `"auto"` takes the fastest exact one.
         accountant: `"prv"`, the tighter one; `"rdp"`, the quicker one; or `"pld"`, dp_accounting's, the tightest for
             many steps at a tiny rate, which takes seconds and needs `trainstack[pld]`.
         dataset_size: N, the number of records that may be published, not below the true one: steps, rate and delta go
@@ -318,7 +318,7 @@ def plan_privacy(
     Args:
         args: the arguments of the user.
         expected_batch_size: B, over all processes.
-        dataset_size: how many records there are; `args.dataset_size` is used instead where it is given.
+        dataset_size: the number of records; if `args.dataset_size` is given, it is used instead.
         steps: of the whole run.
 
     Raises:

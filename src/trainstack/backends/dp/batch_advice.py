@@ -29,7 +29,7 @@ def advice_rows(plan: PrivacyPlan, parameters: int) -> list[tuple[str, str]]:
 
     Args:
         plan: noise, batch and steps of the run.
-        parameters: how many numbers are trained.
+        parameters: the number of trained numbers.
 
     Returns:
         Label and text; empty where nothing is trained or the run has no noise.

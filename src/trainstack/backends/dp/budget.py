@@ -55,12 +55,12 @@ def open_accountant(
 
 
 class Limit:
-    """How many steps of one mechanism fit into a budget; computed again only if other steps were charged.
+    """The number of steps of one mechanism that fit into a budget; computed again only if other steps were charged.
 
     Args:
         epsilon: of the budget.
         delta: of the budget.
-        plan: the mechanism, the accountant, and how many steps are likely to be asked for.
+        plan: the mechanism, the accountant, and the number of planned steps.
     """
 
     epsilon: float
@@ -68,20 +68,20 @@ class Limit:
 
     def __init__(self, epsilon: float, delta: float, plan: PrivacyPlan) -> None:
         self.epsilon, self.delta, self._plan = epsilon, delta, plan
-        self._beside: list[Entry] = []  # steps of other mechanisms than the plan's, with which
-        self._searched = 0  # up to this many of the plan's were looked at,
-        self._limit = 0  # and this many of those fit
+        self._others: list[Entry] = []  # the steps of other mechanisms in the last computation,
+        self._searched = 0  # the largest number of the plan's steps in it,
+        self._limit = 0  # and its result: the number of these that fit
 
     def left(self, history: list[Entry], steps: int) -> int:
-        """How many steps fit after `history`, of which `steps` are certainly looked at."""
+        """The number of steps that fit after `history`. The search covers at least `steps` of them."""
         plan = self._plan
         mechanism = (plan.noise_multiplier, plan.sample_rate)
         taken = sum(entry[2] for entry in history if entry[:2] == mechanism)
-        beside = [entry for entry in history if entry[:2] != mechanism]
-        if beside != self._beside or taken + steps > self._searched:
-            self._beside, self._searched = beside, max(taken + steps, plan.planned_steps)
+        others = [entry for entry in history if entry[:2] != mechanism]
+        if others != self._others or taken + steps > self._searched:
+            self._others, self._searched = others, max(taken + steps, plan.planned_steps)
             self._limit = steps_within(
-                self.epsilon, beside, *mechanism, self.delta, plan.accountant, at_most=self._searched
+                self.epsilon, others, *mechanism, self.delta, plan.accountant, at_most=self._searched
             )
         return self._limit - taken
 
@@ -90,18 +90,18 @@ class Accountant:
     """Counts the steps of one run over all its resumes, and refuses the step that would exceed a budget.
 
     With a ledger, the count is the ledger's: the steps of every process that has continued from a checkpoint of this
-    run. If several do at the same time, each looks at the budget and records its block under one lock, so that all
-    together stay within the budget. The ledger may have a budget for all runs on the dataset. In a run over several
-    processes the main one holds the ledger; the others have none, count alike, and take over its `get_state` when a run
-    is resumed.
+    run. If several do at the same time, each checks the budget and records its block under one lock, so that together
+    they stay within the budget. The ledger may have a budget for all runs on the dataset. In a run over several
+    processes the main one holds the ledger; the others have none, count the same steps, and load its `get_state` when a
+    run is resumed.
 
     Args:
         plan: the mechanism and the budget.
         args: `allow_plan_change` and `on_unsafe` decide which checkpoints are accepted.
-        ledger: where steps are recorded before they are taken; None keeps the count in memory and checkpoints only.
-        clip: how gradients are clipped, for statements.
-        earlier_ledger: that of the run's folder, where `ledger` is that of a dataset: a run that began with the former
-            takes its steps along.
+        ledger: records steps before they are taken; None keeps the count in memory and checkpoints only.
+        clip: the description of the clipping, for statements.
+        earlier_ledger: the ledger of the run's folder, if `ledger` is that of a dataset. The steps of a run that began
+            with the former are moved to the latter.
     """
 
     plan: PrivacyPlan
@@ -127,9 +127,9 @@ class Accountant:
         """Steps of other runs on the weights that this one began with."""
         self.initial_weights = "as the module had them; earlier training of them is not known"
         self.unused: list[Entry] = []
-        """Planned steps that chosen stops left out, which count as long as no later start takes them."""
+        """Planned steps that chosen stops omitted, which count as long as no later start takes them."""
         self.publish: Callable[[list[Entry]], None] | None = None
-        """Is given the steps that the statement on the disk has to cover, before the first of them is recorded."""
+        """Called with the steps that the statement on the disk has to cover, before the first of them is recorded."""
         self._ledger, self._earlier_ledger = ledger, earlier_ledger
         self._args = args
         self._counted: list[Clipped] = []
@@ -146,16 +146,16 @@ class Accountant:
 
     @property
     def ledger(self) -> SpendLedger | None:
-        """Where steps are recorded; None on other than the main process."""
+        """Records the steps; None on all processes except for the main one."""
         return self._ledger
 
     @property
     def history(self) -> list[Entry]:
-        """All steps as (sigma, q, steps), one entry a mechanism, those before on the same weights included."""
+        """All steps as (sigma, q, steps), one entry a mechanism, including earlier steps on the same weights."""
         return merge_steps([*self.before, *self._own])
 
     def last_history(self) -> list[Entry]:
-        """`history`, also when the ledger is no longer there."""
+        """`history`, also if the ledger no longer exists."""
         try:
             return self.history
         except PrivacyLedgerError:
@@ -163,7 +163,7 @@ class Accountant:
 
     @property
     def clippings(self) -> list[Clipped]:
-        """The steps of this run, with how gradients were clipped in them."""
+        """The steps of this run, with the clipping of their gradients."""
         return list(self._counted) if self._ledger is None else self._ledger.spent_by_clipping(self.run)
 
     @property
@@ -172,7 +172,7 @@ class Accountant:
 
     @property
     def steps(self) -> int:
-        """All steps, of all mechanisms, those lost in crashes included."""
+        """The number of steps of all mechanisms, including steps lost in crashes."""
         return _total(self.history)
 
     def epsilon(self) -> float:
@@ -185,16 +185,12 @@ class Accountant:
 
     def allows(self, steps: int = 1) -> bool:
         """Whether `steps` more stay within the budget. The first call may take seconds, the others microseconds."""
-        plan, ledger = self.plan, self._ledger
-        if (
-            ledger is not None
-            and ledger.reserved(self.run, plan.noise_multiplier, plan.sample_rate, self.clip) >= steps
-        ):
-            return True  # they fitted when they were recorded, and everyone has counted them since
+        if self._ledger is not None and self._ledger.reserved(self.run, *self.mechanism, self.clip) >= steps:
+            return True  # they fitted when they were recorded, and all processes have counted them since
         return self._room(steps) >= steps
 
     def _room(self, steps: int) -> int:
-        """How many steps fit, of which `steps` are certainly looked at, by the ledger's newest lines."""
+        """The number of steps that fit, by the ledger's newest lines; see `Limit.left`."""
         return min((limit.left(history, steps) for limit, history in self._limits()), default=steps + BLOCK)
 
     def _limits(self) -> Iterator[tuple[Limit, list[Entry]]]:
@@ -211,11 +207,11 @@ class Accountant:
             yield self._shared_limit, history
 
     def steps_allowed(self, steps: int) -> int:
-        """How many of the next `steps` steps fit into the budget."""
+        """The number of the next `steps` steps that fit into the budget."""
         return max(0, min(steps, self._room(steps)))
 
     def exhausted_reason(self) -> str:
-        """The budget and the spent epsilon, in a sentence, when no further step fits."""
+        """A sentence with the budget and the spent epsilon, for the case that no further step fits."""
         plan, ledger = self.plan, self._ledger
         limit = next((limit for limit, history in self._limits() if limit.left(history, 1) < 1), self._own_limit)
         if ledger is not None and limit is not None and limit is self._shared_limit:
@@ -262,14 +258,13 @@ class Accountant:
         return self._stated
 
     def charge(self) -> None:
-        """Spend one step. Call it before the noise is drawn; when it raises, nothing was spent and no step may follow.
+        """Spend one step. Call it before the noise is drawn. If it raises, nothing was spent, and no step may follow.
 
         Raises:
             PrivacyBudgetError: the step would exceed the budget.
             PrivacyLedgerError: the step could not be recorded.
         """
-        plan = self.plan
-        mechanism = (plan.noise_multiplier, plan.sample_rate)
+        mechanism = self.mechanism
         self._state_plan()  # outside of the lock of the ledger, because epsilon can take seconds
         if self._ledger is None:
             is_charged = self._room(1) >= 1
@@ -288,18 +283,17 @@ class Accountant:
         self._counted = _merged([*self._counted, (*mechanism, 1, self.clip)])
 
     def _steps_to_record(self) -> int:
-        """How many steps to record ahead: no more than fit, and no more than the plan still has."""
+        """The number of steps to record ahead: at most those that fit, and at most the rest of the plan."""
         planned = self._left_in_plan if self._left_in_plan > 0 else BLOCK
         room = min(self._room(1), planned, BLOCK)
         if room > 0 and self.publish is not None:
-            plan = self.plan
-            after = merge_steps([*self.history, (plan.noise_multiplier, plan.sample_rate, room)])
-            if _beyond(self._stated, after):  # others charge this run as well, or it is longer than its plan
+            after = merge_steps([*self.history, (*self.mechanism, room)])
+            if _beyond(self._stated, after):  # other processes charge this run too, or it is longer than its plan
                 self.plan_steps(max(self._left_in_plan, 4 * BLOCK))
         return room
 
     def void(self, reason: str) -> None:
-        """Nothing is guaranteed from now on, for `reason`: the ledger and the statement on the disk say so at once.
+        """Record at once in the ledger and the statement that nothing is guaranteed from now on, with the reason.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded.
@@ -309,7 +303,7 @@ class Accountant:
             self._remark(void=reason)
 
     def note(self, text: str) -> None:
-        """The guarantee does not cover `text`: the ledger and the statement on the disk say so at once.
+        """Record at once in the ledger and the statement that the guarantee does not cover `text`.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded.
@@ -322,13 +316,13 @@ class Accountant:
         self._state_plan()
         try:
             if self._ledger is not None and self.publish is not None:
-                self._ledger.remark(self.run, self.plan.noise_multiplier, self.plan.sample_rate, void=void, note=note)
+                self._ledger.remark(self.run, *self.mechanism, void=void, note=note)
         finally:
             if self.publish is not None:
                 self.publish(self._stated)
 
     def plan_unused(self, steps: int) -> None:
-        """A chosen stop leaves out `steps` planned steps, which count in all statements of the run from now on.
+        """Record that a chosen stop omits `steps` planned steps, which count in all statements of the run from now on.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded.
@@ -341,13 +335,13 @@ class Accountant:
             self._ledger.remark(self.run, *mechanism, planned=taken + steps)
 
     def find_unused(self, known: Iterable[Sequence[float]] = ()) -> None:
-        """Take the steps that earlier chosen stops left out and none has taken since, by the ledger or as `known`."""
+        """Find the steps that earlier chosen stops omitted and no start has taken since, in the ledger or `known`."""
         recorded = [] if self._ledger is None else self._ledger.unused(self.run)
         most = {entry[:2]: entry for entry in sorted([*merge_steps(known), *recorded], key=lambda entry: entry[2])}
         self.unused = merge_steps(most.values())
 
     def _left_behind(self) -> list[Entry]:
-        """`unused` of earlier plans: no step of this one takes the place of one of them."""
+        """`unused` of earlier plans. No step of the current plan replaces one of these."""
         return [entry for entry in self.unused if entry[:2] != self.mechanism]
 
     def settle(self) -> None:
@@ -395,7 +389,7 @@ class Accountant:
             )
 
     def _take_remarks(self) -> None:
-        """Take over the reasons, notes and stops that the ledger has for the run."""
+        """Copy the reasons and notes that the ledger has for the run."""
         assert self._ledger is not None
         reason = self._ledger.voided.get(self.run, "")
         stated = "; ".join(self.overrides)
@@ -414,9 +408,9 @@ class Accountant:
         """Begin with weights that were trained before.
 
         Args:
-            words: where they come from, for the statement.
-            history: the private steps that they have seen, which count as steps on these weights.
-            overrides: why their own training guarantees nothing.
+            words: their origin, for the statement.
+            history: the private steps of their training, which count as steps on these weights.
+            overrides: the reasons why their training guarantees nothing.
         """
         self.initial_weights = words
         self.before = merge_steps([*self.before, *history])
@@ -445,7 +439,7 @@ class Accountant:
 
         Raises:
             CheckpointMismatchError: `state` is missing or incomplete, or its plan is another one.
-            PrivacyLedgerError: the ledger does not know this run, or knows less of it than the checkpoint.
+            PrivacyLedgerError: the ledger lacks this run, or has less of it than the checkpoint.
         """
         if not state or not {"run", "plan", "history", "overrides"} <= state.keys():
             raise CheckpointMismatchError(
@@ -486,10 +480,13 @@ class Accountant:
             )
 
     def _find_in_ledger(self, run: str, history: list[Entry], saved: Mapping[str, Any]) -> list[str]:
-        """Make sure that the ledger knows the `history` of a checkpoint and its newest line; else why nothing holds.
+        """Check that the ledger has the `history` of a checkpoint and its newest line.
+
+        Returns:
+            The reasons why nothing is guaranteed; empty if the ledger has both.
 
         Raises:
-            PrivacyLedgerError: it does not, and `on_unsafe` is not "report".
+            PrivacyLedgerError: it lacks one of them, and `on_unsafe` is not "report".
         """
         assert self._ledger is not None
         ledger, earlier, head = self._ledger, self._earlier_ledger, str(saved.get("head", ""))
@@ -536,7 +533,7 @@ def _beyond(known: list[Entry], history: list[Entry]) -> list[Entry]:
 
 
 def _merged(entries: Iterable[Clipped]) -> list[Clipped]:
-    """`entries` with the steps of equal mechanisms and clipping added up."""
+    """`entries` with the sums of steps of equal mechanisms and clipping."""
     total: dict[tuple[float, float, str], int] = {}
     for sigma, q, steps, clip in entries:
         total[sigma, q, clip] = total.get((sigma, q, clip), 0) + steps

@@ -31,7 +31,7 @@ from trainstack.errors import ConfigurationError
 
 
 def setup_problems(work: Workload, args: DifferentialPrivacyArguments) -> list[str]:
-    """Why a private run cannot even be begun; empty if it can."""
+    """The reasons why a private run cannot begin; empty if it can."""
     return [*_about_data(work.data, args), *_about_parameters(work)]
 
 
@@ -162,8 +162,8 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 _LOOKED_AT, _SECONDS = 300, 1.0
-"""How many records are loaded to choose among, and how long that may take: a second is not felt at a run's start, and
-among 300 records is, with a probability of 95 %, one of the 1 % that differ most."""
+"""The number of records to choose from, and the time for loading them: a start may take a second longer. With a
+probability of 95 %, 300 records include one of the 1 % that differ most."""
 
 
 def choose_probe_records(data: TrainingSet, count: int = 6) -> Tensor:

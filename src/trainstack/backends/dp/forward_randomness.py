@@ -268,10 +268,7 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_SEEDS = (
-    (random, "seed", _refusal("random.seed")),
-    (np.random, "set_state", _refusal("np.random.set_state")),
-)
+_SEEDS = ((random, "seed", _refusal("random.seed")), (np.random, "set_state", _refusal("np.random.set_state")))
 
 
 def module_generators(module: nn.Module) -> tuple[Any, ...]:

@@ -92,7 +92,7 @@ class SpendLedger:
 
     @property
     def path(self) -> str:
-        """Where the ledger is kept."""
+        """The address of the ledger."""
         return self._chain.store.address
 
     def spent(self, run: str | None = None) -> list[Entry]:
@@ -107,7 +107,7 @@ class SpendLedger:
         return merge_steps([entry[:3] for entry in self.spent_by_clipping(run)])
 
     def spent_by_clipping(self, run: str | None = None) -> list[Clipped]:
-        """As `spent`, with how gradients were clipped."""
+        """`spent`, with the clipping of the gradients."""
         self._chain.read_new()
         self._discard_block_after_fork()
         return [
@@ -163,7 +163,7 @@ class SpendLedger:
         return merge_steps([entry for entry in found if entry[2] > 0])
 
     def reserved(self, run: str, sigma: float, q: float, clip: str = "") -> int:
-        """How many steps of `run` this process has recorded ahead and may take without looking at the ledger."""
+        """The number of steps of `run` that this process has recorded ahead and may take without reading the ledger."""
         self._discard_block_after_fork()
         return self._unused[run, float(sigma), float(q), clip]
 
@@ -184,10 +184,10 @@ class SpendLedger:
             run: its id.
             sigma: noise multiplier.
             q: sampling rate.
-            clip: how gradients are clipped, for statements.
-            room: how many steps may be recorded. It is called under the lock, so that no other process charges between
-                the look at a budget and the record.
-            void: why the steps guarantee nothing; then the ledger does not either.
+            clip: the description of the clipping, for statements.
+            room: returns the number of steps that may be recorded. It is called under the lock, so that no other
+                process charges between the check of a budget and the record.
+            void: the reason why the steps, and so the ledger, guarantee nothing.
             notes: limits of the guarantee.
 
         Raises:
@@ -233,9 +233,9 @@ class SpendLedger:
             run: its id.
             sigma: noise multiplier.
             q: sampling rate.
-            void: why the steps guarantee nothing.
+            void: the reason why the steps guarantee nothing.
             note: a limit of the guarantee.
-            planned: as many steps of (sigma, q) count from now on, although a chosen stop has left some of them out.
+            planned: the number of steps of (sigma, q) that count from now on, although a chosen stop has omitted some.
 
         Raises:
             PrivacyLedgerError: it cannot be recorded.
@@ -343,7 +343,7 @@ class SpendLedger:
         ]
 
     def _moved(self) -> tuple[str, str] | None:
-        """How the ledger came to another place than the one that it names, and which one that is; None if it did not.
+        """The way in which the ledger came to another place than it names, and the named place; None if it did not.
 
         Neither the host nor the device is compared: on a cluster they change while the folder stays.
         """

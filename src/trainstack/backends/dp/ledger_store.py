@@ -42,7 +42,7 @@ class OpenLedger(ABC):
 
 
 class LedgerStore(ABC):
-    """Where a ledger is kept.
+    """The storage of a ledger.
 
     Attributes:
         address: for messages and statements; opens the same ledger elsewhere.

@@ -53,7 +53,8 @@ def _on_grid(distributions: Any, history: tuple[Entry, ...], delta: float, grid:
         part = _repeat(one, steps)
         total = part if total is None else total.compose(part)
     assert total is not None
-    return float(total.get_epsilon_for_delta(delta)), _points(total)
+    points = total._pmf_remove.size  # no public name in dp_accounting 0.6.0
+    return float(total.get_epsilon_for_delta(delta)), int(points)
 
 
 def _repeat(one: Any, steps: int) -> Any:
@@ -63,7 +64,3 @@ def _repeat(one: Any, steps: int) -> Any:
         return one.self_compose(rest)
     whole = one.self_compose(1000).self_compose(blocks)
     return whole.compose(one.self_compose(rest)) if rest else whole
-
-
-def _points(distribution: Any) -> int:
-    return int(distribution._pmf_remove.size)  # no public name in dp_accounting 0.6.0

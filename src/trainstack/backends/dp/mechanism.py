@@ -43,7 +43,7 @@ _CARRIED = (
 )
 
 _WRITES = ("inplace arithmetic", "may have escaped from inside")
-"""How functorch names a write into a tensor from outside of the call, and the later use of one (torch 2.13.0)."""
+"""The words of functorch for a write into a tensor from outside of the call, and for its later use (torch 2.13.0)."""
 
 
 class Mechanism:

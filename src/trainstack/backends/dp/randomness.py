@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 
 
 class Randomness(ABC):
-    """Where masks and noise come from.
+    """The source of masks and noise.
 
     Attributes:
         same_on_all_ranks: whether all processes draw the same masks.
@@ -153,7 +153,7 @@ class DebugRandomness(Randomness):
 
 
 def _poisson_sample(generator: np.random.Generator, records: int, rate: float) -> Tensor:
-    """As if each record was chosen with probability `rate`: a binomial number of them, all sets of which are alike.
+    """Choose each record with probability `rate`: a binomial number of records, all sets of which are equally probable.
 
     Work and memory grow with the sample and not with the data set: numpy 2.4 chooses by Floyd's method where the sample
     is less than a twentieth of the records, and shuffles the end of an array of all records otherwise.

@@ -56,7 +56,7 @@ class RecordStreams(TorchFunctionMode):
         Args:
             run: see `Run`.
             batch: of the records `index`.
-            index: which records of the dataset the batch holds, int64, `(records,)`.
+            index: the numbers of the batch's records in the dataset, int64, `(records,)`.
             step: the global step, from 1.
         """
         device = next((leaf.device for leaf in _tensors(batch)), torch.device("cpu"))

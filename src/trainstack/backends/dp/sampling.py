@@ -71,7 +71,7 @@ def ranks_of(records: Tensor, size: int, key: int) -> Tensor:
     that were not drawn. It need not be secret: the guarantee holds for every fixed assignment.
 
     Args:
-        size: how many processes there are.
+        size: the number of processes.
         key: 128 bits, the same on all processes.
     """
     mixed: Any = records.numpy().astype(np.uint64)
@@ -94,10 +94,10 @@ class PoissonSampling(Sampling):
         rate: the probability of each.
         world: this process's place.
         rank_key: of `ranks_of`, which tells the process of each record.
-        randomness: where the sample comes from. Where processes draw alike, they cut one sample. Else each draws a
-            sample of all records and keeps those that are its own: each record has one process, so the law is the same.
-        steps_allowed: how many of so many next steps the budget allows, as the main process knows it.
-        exhausted_reason: why it allows no more.
+        randomness: draws the sample. If processes draw alike, they cut one sample. Otherwise each draws a sample of all
+            records and keeps its own ones: each record has one process, so the distribution is the same.
+        steps_allowed: returns the number of the given next steps that the budget of the main process allows.
+        exhausted_reason: returns the reason why it allows no more.
         discard: discards the sums of an interrupted step.
     """
 

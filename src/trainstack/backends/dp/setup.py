@@ -43,7 +43,7 @@ def make_mechanism(
     Args:
         work: placed on its device, not wrapped.
         args: of the run.
-        ledger: where steps are recorded unless `args.ledger` names another; on the main process only.
+        ledger: records the steps unless `args.ledger` names another one; on the main process only.
         run: runs the module on a batch as the layers inside do.
         streams: of the random numbers in forward passes.
 
@@ -115,7 +115,7 @@ def _plan(data: TrainingSet, args: DifferentialPrivacyArguments) -> PrivacyPlan:
 def _mode(
     work: Workload, data: TrainingSet, args: DifferentialPrivacyArguments, plan: PrivacyPlan, run: Run
 ) -> tuple[GradientMode, list[str]]:
-    """How gradients are taken, and the findings of the neighbour probe."""
+    """The gradient mode, and the findings of the neighbour probe."""
     trained = tuple(p for p in work.optimized_params if p.requires_grad)
     names = {id(p): name for name, p in work.module.named_parameters()}
     was_training = {part: part.training for part in work.module.modules()}

@@ -38,7 +38,7 @@ _COMPARED = (
     "opacus' gradients with autograd, to a thousandth: hooks those of all records, ghost the norm of one"
 )
 LOSSES = {"bookkeeping": _ALONE, "vmap": _ALONE, "loop": _ALONE, "hooks": _COMPARED, "ghost": _COMPARED}
-"""Why one record cannot change the loss of another, by gradient mode."""
+"""The reason why one record cannot change the loss of another, by gradient mode."""
 _ONE_RECORD = "data set and collate_fn make each sample of one record"
 _PERSONS = "a person with k items has k times epsilon, by group privacy, and a larger delta"
 _SCHEDULERS = "schedules, early stopping and the choice of a checkpoint are given public and covered values only"
@@ -65,13 +65,13 @@ def private_statement(
         args: the arguments of the user; with a debug seed there is no guarantee.
         history: (noise multiplier, sampling rate, steps) of all steps so far.
         max_grad_norm: C, or one number a layer; with adaptive clipping that of now.
-        grad_mode: how per-sample gradients were computed, "auto" resolved.
+        grad_mode: the way in which per-sample gradients were computed; never "auto".
         world_size: processes.
         overrides: every other reason for which the guarantee does not hold.
         not_covered: further lines on the limits of the guarantee.
-        accountant: knows the ledger, how gradients were clipped before, and the initial weights.
-        status: "running" where `history` has the planned steps.
-        unused_steps: how many steps of `history` were planned and not taken, because the training was stopped.
+        accountant: has the ledger, the earlier clippings and the initial weights.
+        status: "running" if `history` has the planned steps.
+        unused_steps: the number of steps of `history` that were planned and not taken, because training was stopped.
     """
     entries = tuple(merge_steps(history))
     epsilon = epsilon_of(entries, plan.delta, plan.accountant, eps_error=plan.eps_error)

@@ -73,7 +73,7 @@ class Telemetry:
     """Metrics of single records on their way through the mechanism of one run.
 
     Args:
-        args: which metrics, and how much of the sensitivity they get.
+        args: the metrics, and their share of the sensitivity.
         plan: the noise and the expected batch size.
         clipper: of the gradients; an `AdaptiveClipper` has a count, which becomes the first coordinate.
         one_by_one: whether each record's outputs are computed from it alone.

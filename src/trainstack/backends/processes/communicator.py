@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from trainstack.backends.processes.network import connects_lazily
 from trainstack.backends.processes.peer_report import MOST_LINES, rank_list
 from trainstack.backends.processes.watchdog import PeerWatchdog
 from trainstack.errors import ModuleContractError, PeerError
+
+if TYPE_CHECKING:
+    from trainstack.backends.processes.wire import Message
 
 
 class Communicator:
@@ -107,7 +111,7 @@ class Communicator:
         """A value as bytes, for `rows_to_main`. See `gather` for the types."""
         raise NotImplementedError("a single process sends nothing")
 
-    def decoded(self, data: Tensor, what: str) -> Any:
+    def decoded(self, data: Tensor) -> Any:
         """The value in the bytes that `encoded` made."""
         raise NotImplementedError("a single process receives nothing")
 
@@ -240,28 +244,28 @@ class GroupCommunicator(Communicator):
                 dist.broadcast(nothing, group=group, group_src=0)
                 dist.all_gather([torch.empty_like(nothing) for _ in range(self.size)], nothing, group=group)
 
+    def _encode(self, value: Any, what: str) -> Message:
+        from trainstack.backends.processes.wire import encode
+
+        return encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
+
     def gather(self, value: Any, what: str = "") -> list[Any]:
         what = what or _calling_function()
         if self.size == 1:
             return [value]
-        from trainstack.backends.processes.wire import decode_packed, encode
-
         try:
-            message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
+            message = self._encode(value, what)
         except ModuleContractError as error:
             self._exchange(what, str(error).encode(), refused=True)
             raise
-        parts = self._exchange(what, message.packed())
-        return [decode_packed(part, message.classes, allow_pickle=self._allow_pickle) for part in parts]
+        return self._decode_all(self._exchange(what, message.packed()), message)
 
     def gather_to_main(self, value: Any, what: str = "") -> list[Any]:
         what = what or _calling_function()
         if self.size == 1:
             return [value]
-        from trainstack.backends.processes.wire import decode_packed, encode
-
         try:
-            message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
+            message = self._encode(value, what)
         except ModuleContractError as error:
             self._meet(what, _TO_MAIN, refused=True)
             self._exchange(what, str(error).encode(), refused=True)
@@ -271,10 +275,12 @@ class GroupCommunicator(Communicator):
         data = _flat(message.packed())
         lengths = self._all_gather(torch.tensor([data.numel()])).flatten().tolist()
         rows = self.rows_to_main(data, lengths)
-        if self.rank:
-            return [value]
-        parts = torch.split(rows, lengths)
-        return [decode_packed(part, message.classes, allow_pickle=self._allow_pickle) for part in parts]
+        return [value] if self.rank else self._decode_all(torch.split(rows, lengths), message)
+
+    def _decode_all(self, parts: Sequence[Tensor], mine: Message) -> list[Any]:
+        from trainstack.backends.processes.wire import decode_packed
+
+        return [decode_packed(part, mine.classes, allow_pickle=self._allow_pickle) for part in parts]
 
     def sum(self, values: Sequence[float], what: str = "") -> list[float]:
         what = what or _calling_function()
@@ -310,10 +316,8 @@ class GroupCommunicator(Communicator):
             return value
         if self.rank != 0:
             return self._receive(what)
-        from trainstack.backends.processes.wire import encode
-
         try:
-            message = encode(value, f"{what}: the value", allow_pickle=self._allow_pickle)
+            message = self._encode(value, what)
         except ModuleContractError as error:
             self._send(what, str(error).encode(), refused=True)
             raise
@@ -331,7 +335,7 @@ class GroupCommunicator(Communicator):
 
     def all_gather_rows(self, rows: Tensor, counts: Sequence[int], chunk: int | None = None) -> Tensor:
         whole = rows.new_empty((sum(counts), *rows.shape[1:]))
-        begins = [sum(counts[:rank]) for rank in range(len(counts))]
+        begins = list(accumulate([0, *counts[:-1]]))
         size = whole[:1].nbytes
         chunk = min(chunk or sys.maxsize, max(1, _MOST_AT_ONCE // max(1, size)))
         for begin in range(0, max(counts) if size else 0, chunk):
@@ -357,11 +361,9 @@ class GroupCommunicator(Communicator):
         return whole
 
     def encoded(self, value: Any, what: str) -> Tensor:
-        from trainstack.backends.processes.wire import encode
+        return _flat(self._encode(value, what).packed())
 
-        return _flat(encode(value, f"{what}: the value", allow_pickle=self._allow_pickle).packed())
-
-    def decoded(self, data: Tensor, what: str) -> Any:
+    def decoded(self, data: Tensor) -> Any:
         from trainstack.backends.processes.wire import decode_packed
 
         return decode_packed(data, allow_pickle=self._allow_pickle)
@@ -545,7 +547,9 @@ def _hash(what: str) -> int:
 
 def _flat(message: bytes | Tensor) -> Tensor:
     if isinstance(message, bytes):
-        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
+            : len(message)
+        ]  # frombuffer refuses b""
     return message
 
 

@@ -12,7 +12,7 @@ from trainstack.backends.processes.communicator import Communicator
 from trainstack.errors import ModuleContractError
 
 
-def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, what: str = "trainer.gather") -> Any:
+def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None) -> Any:
     """Concatenate `outputs` of all processes along dimension 0, on every process.
 
     Tensors are concatenated by rows (a 0-dim tensor is one row) and returned on their device. Lists of other objects
@@ -24,7 +24,6 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
         comm: the communicator.
         outputs: of this process.
         chunk: the largest number of rows in one collective.
-        what: the name of this call, for the errors of processes that are in another call.
 
     Raises:
         ModuleContractError: the outputs of the processes have different structures, or contain objects that cannot be
@@ -35,7 +34,7 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
         return outputs
     leaves: list[tuple[str, Any]] = []
     plan = _flatten(outputs, "outputs", leaves)
-    gathered = comm.gather((_plain(plan), repr(plan), [_describe(*item) for item in leaves]), what)
+    gathered = comm.gather((_plain(plan), repr(plan), [_describe(*item) for item in leaves]), "trainer.gather")
     filled = [(theirs, facts) for theirs, _, facts in gathered if facts]
     if not filled:
         return outputs
@@ -49,8 +48,10 @@ def gather_outputs(comm: Communicator, outputs: Any, chunk: int | None = None, w
     return _rebuild(plan if leaves else theirs, iter(joined))
 
 
-def gather_to_main(comm: Communicator, outputs: Any, what: str = "trainer.gather") -> Any:
+def gather_to_main(comm: Communicator, outputs: Any, what: str) -> Any:
     """`gather_outputs` for rank 0 only; None elsewhere. Each rank sends its rows once, into the memory of the result.
+
+    `what` names this call in the errors of processes that are in another call.
 
     Raises:
         ModuleContractError: see `gather_outputs`.
@@ -73,27 +74,31 @@ def gather_to_main(comm: Communicator, outputs: Any, what: str = "trainer.gather
     columns = zip(*(one or [None] * len(described) for *_, one in gathered), strict=True)
     mine: list[Any] = [data if data is not None else leaf for data, (_, leaf) in zip(sent, leaves, strict=True)]
     joined = [
-        _join_on_main(comm, leaf, column, like, what)
+        _join_on_main(comm, leaf, column, like)
         for leaf, column, like in zip(mine or [None] * len(described), columns, described, strict=True)
     ]
     return _rebuild(plan if leaves else theirs, iter(joined)) if comm.rank == 0 else None
 
 
-def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, what: str) -> Any:
+def _join_on_main(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any) -> Any:
     counts = [0 if fact is None else fact[1] for fact in facts]
     if like[0] == "objects":
         data = torch.empty(0, dtype=torch.uint8) if leaf is None else leaf
         whole = comm.rows_to_main(data, counts)
         parts = torch.split(whole, counts) if comm.rank == 0 else ()
-        decoded = [comm.decoded(part, what) for part in parts if part.numel()]
+        decoded = [comm.decoded(part) for part in parts if part.numel()]
         return StepList(value for values in decoded for value in values)
     _, _, row, dtype, device = like
+    rows = comm.rows_to_main(_rows_of(leaf, row, dtype), counts)
+    return rows.to(device if leaf is None else leaf.device)
+
+
+def _rows_of(leaf: Any, row: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The rows of a tensor, on the CPU; no rows of the shape `row` if this process has no outputs."""
     if leaf is None:
-        rows = torch.empty((0, *row), dtype=dtype)
-    else:
-        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
-        device = str(leaf.device)
-    return comm.rows_to_main(rows, counts).to(device)
+        return torch.empty((0, *row), dtype=dtype)
+    rows: Tensor = leaf.reshape(1) if leaf.dim() == 0 else leaf
+    return rows.detach().to("cpu").contiguous()
 
 
 def _flatten(value: Any, place: str, leaves: list[tuple[str, Any]]) -> Any:
@@ -164,12 +169,8 @@ def _join(comm: Communicator, leaf: Any, facts: Sequence[Any], like: Any, chunk:
         return StepList(item for fact in facts if fact is not None for item in fact[1])
     _, _, row, dtype, device = like
     counts = [0 if fact is None else fact[1] for fact in facts]
-    if leaf is None:
-        rows = torch.empty((0, *row), dtype=dtype)
-    else:
-        rows = (leaf.reshape(1) if leaf.dim() == 0 else leaf).detach().to("cpu").contiguous()
-        device = str(leaf.device)
-    return comm.all_gather_rows(rows, counts, chunk).to(device)
+    rows = comm.all_gather_rows(_rows_of(leaf, row, dtype), counts, chunk)
+    return rows.to(device if leaf is None else leaf.device)
 
 
 def _rebuild(plan: Any, leaves: Any) -> Any:

@@ -25,7 +25,7 @@ def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
     tensors = [tensor for tensor in tensors if not tensor.is_meta]  # those have no values yet
     if world.size == 1:
         return
-    for bucket in in_buckets([tensor for tensor in tensors if _is_dense(tensor)], _BUCKET_BYTES):
+    for bucket in in_buckets([tensor for tensor in tensors if is_dense(tensor)], _BUCKET_BYTES):
         packed = pack(bucket).to(world.device)
         world.comm.broadcast_(packed)
         if not world.is_main:
@@ -33,11 +33,12 @@ def broadcast_coalesced(world: World, tensors: Sequence[Tensor]) -> None:
                 tensor.data.copy_(values)
     with torch.no_grad():  # `tensor.data` of a sparse tensor has its own indices and values
         for tensor in tensors:
-            if not _is_dense(tensor):
+            if not is_dense(tensor):
                 tensor.copy_(world.comm.broadcast_object(tensor.detach().cpu(), "sharing a sparse buffer"))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is strided, and neither quantized nor nested, so that `pack` can copy its bytes."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 

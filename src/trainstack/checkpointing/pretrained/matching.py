@@ -83,20 +83,20 @@ def match_weights(
         if key in weights and not _fits(weights[key], own[key])
     }
     mismatched |= _changed_values(own, {key: weights[key] for key in own if key in weights and key not in mismatched})
-    fitting = [key for key in own if key in weights and key not in mismatched]
+    fitting = {key: key.removeprefix(prefix) for key in own if key in weights and key not in mismatched}
     taken = {_identity(own[key]) for key in fitting}  # files omit the other names of a tied tensor
-    loaded = [key for key in own if key not in mismatched and (key in fitting or _identity(own[key]) in taken)]
+    loaded = {key for key in own if key not in mismatched and (key in fitting or _identity(own[key]) in taken)}
     report = WarmStartReport(
         source=said,
         part=part,
-        loaded=tuple(loaded),
+        loaded=tuple(key for key in own if key in loaded),
         missing=tuple(key for key in own if key not in weights and key not in loaded),
         unexpected=tuple(key for key in given if f"{prefix}{key}" not in own),
         mismatched=mismatched,
     )
     if strict and not report.is_complete:
         raise CheckpointMismatchError(f"{said} does not fit {class_of(model).__name__} completely. Not {report}.")
-    return report, {key: key.removeprefix(prefix) for key in fitting}
+    return report, fitting
 
 
 def _part_that_fits(model: nn.Module, weights: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,8 +156,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{short(next(name for name in names if names.count(name) > 1))} occurs twice")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{short(next(name for name, count in counts.items() if count > 1))} occurs twice")
     return found
 
 

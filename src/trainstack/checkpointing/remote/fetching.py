@@ -57,7 +57,7 @@ def fetch(address: str, into: Path | None = None, prefix: str | None = None) -> 
     prefix = DefaultCheckpointerArguments().file_prefix if prefix is None else prefix
     into = local_copy_of(address, "fetched") if into is None else into
     try:
-        found = _fetch_folder(address, into, prefix) or _fetch_one(address, into, prefix)
+        found = _fetch_folder(address, into, prefix) or _fetch_one(address, into)
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -88,7 +88,7 @@ def _fetch_folder(address: str, into: Path, prefix: str) -> Path | None:
     return None
 
 
-def _fetch_one(address: str, into: Path, prefix: str) -> Path | None:
+def _fetch_one(address: str, into: Path) -> Path | None:
     folder, _, name = address.rpartition("/")
     store, target = ObjectStore(folder), into / name
     if name in ("last", "best") or "." in name:

@@ -336,6 +336,7 @@ class Mirror:
         for path in files:
             if path != record:
                 self._upload_file(path)
+        self._deleted.intersection_update(key for key, _, _ in self._local_entries())
         tried = set(self._deleted)
         while missing := [one for one in self._local_entries() if one[0] not in self._known and one[0] not in tried]:
             tried.add(missing[0][0])
@@ -440,5 +441,5 @@ class Mirror:
         if self._args.keep_last is None:
             return []
         ours = [info for info in run if not info.pinned]
-        kept = [*ours[: self._args.keep_last], *self._args.monitored.rank(ours)[: self._args.keep_best]]
+        kept = {*ours[: self._args.keep_last], *self._args.monitored.rank(ours)[: self._args.keep_best]}
         return [info for info in ours if info not in kept]

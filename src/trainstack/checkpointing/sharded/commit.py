@@ -204,8 +204,8 @@ class _Pulse:
 
 
 @contextmanager
-def _beating(ranks: Ranks, name: str) -> Iterator[None]:
-    """A block in which this rank sends the main process a heartbeat every second."""
+def sending_heartbeats(put: Callable[[str, str], None], name: str) -> Iterator[None]:
+    """A block in which this rank calls `put` every second with a name in the store and a number that grows."""
     done = threading.Event()
 
     def beat() -> None:
@@ -213,10 +213,9 @@ def _beating(ranks: Ranks, name: str) -> Iterator[None]:
         with suppress(RuntimeError):  # the store is gone
             while not done.wait(1.0):
                 count += 1
-                ranks.put(f"{name}/beat", str(count))
+                put(f"{name}/beat", str(count))
 
-    heart = threading.Thread(target=beat, name="trainstack-heartbeat", daemon=True)
-    heart.start()
+    threading.Thread(target=beat, name="trainstack-heartbeat", daemon=True).start()
     try:
         yield
     finally:
@@ -238,7 +237,7 @@ def report_part(
                 f"rank {ranks.rank} does not see {temporary}, which the main process has made. A sharded checkpoint "
                 "needs one file system that all ranks share: use one as save_dir, or write sharded=False."
             )
-        with _beating(ranks, _key(temporary, ranks.rank)):
+        with sending_heartbeats(ranks.put, _key(temporary, ranks.rank)):
             report = write_part(temporary, parts, ranks.rank, abandoned)
     except Exception as error:
         failure, report = error, PartReport(failure=f"{type(error).__name__}: {error}")

@@ -194,11 +194,6 @@ def open_tensors(path: str | os.PathLike[str]) -> StoredTensors:
     return StoredTensors(root, content, read_index(root, content))
 
 
-def stored_model(root: Path, content: Manifest, hashes: Mapping[str, FileIndex]) -> StoredTensors:
-    """The tensors of the module's state."""
-    return StoredTensors(root, content, hashes, files_of(content, manifest.MODEL_FILE))
-
-
 def files_of(content: Manifest, whole_file: str) -> tuple[str, ...]:
     """The files of a checkpoint that are `whole_file`, or that contain the rows of one rank of it."""
     return tuple(file for file in content.files if manifest.is_part_of(file, whole_file))

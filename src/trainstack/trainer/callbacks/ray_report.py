@@ -38,7 +38,7 @@ class RayReport(Callback):
     def __init__(self, *, checkpoint: bool | Literal["run"] = True) -> None:
         if checkpoint not in (True, False, "run"):
             raise ConfigurationError(f"RayReport(checkpoint={checkpoint!r}): write True, False or 'run'.")
-        _require_ray("callbacks.RayReport")
+        _require_ray()
         self._checkpoint, self._reported_at = checkpoint, -1
         self._due: dict[str, Any] | None = None  # metrics of the newest checkpoint, until it is reported
         self._written: Path | None = None  # path of this checkpoint once it is written; on the main process
@@ -53,7 +53,7 @@ class RayReport(Callback):
         Raises:
             MissingExtraError: Ray is not installed.
         """
-        _require_ray("callbacks.RayReport")
+        _require_ray()
         from ray import train, tune
 
         checkpoint = tune.get_checkpoint() if _is_in_tune() else train.get_checkpoint() if _is_in_train() else None
@@ -139,11 +139,11 @@ def _report(trainer: AbstractTrainer, metrics: dict[str, Any], path: str | None)
     module.report(metrics, checkpoint=given)
 
 
-def _require_ray(what: str) -> None:
+def _require_ray() -> None:
     try:
         import ray.train  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError(what, "ray", "ray") from error
+        raise MissingExtraError("callbacks.RayReport", "ray", "ray") from error
 
 
 def _is_in_tune() -> bool:

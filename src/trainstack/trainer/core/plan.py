@@ -201,7 +201,7 @@ class TrainingPlan:
         return [("batch", self.describe_batch()), ("steps", self.describe_steps())]
 
     def describe_batch(self) -> str:
-        """How a global batch is split, such as `64 samples = 2 processes x 1 micro-batch x 32`."""
+        """The division of a global batch, such as `64 samples = 2 processes x 1 micro-batch x 32`."""
         processes, parts = _counted(self.world_size, "process", "es"), _counted(self.accumulation, "micro-batch", "es")
         if self.is_sampled:
             return (

@@ -149,14 +149,11 @@ def _optimizer_values(work: Workload, states: Sequence[Mapping[str, Any]]) -> It
     for position, (optimizer, state) in enumerate(zip(work.optimizers, states, strict=False)):
         allowed = set(getattr(optimizer, "nonfinite_state", ()))
         own = state.get("state_dict")
-        entries = own.get("state") if isinstance(own, Mapping) else {**(state.get("state") or {}), **_shared(state)}
+        made = {**(state.get("state") or {}), **(state.get("shared") or {})}
+        entries = own.get("state") if isinstance(own, Mapping) else made
         for place, tensor in _float_tensors(entries or {}, (position,)):
             if not allowed.intersection(place[1:]):
                 yield place, tensor
-
-
-def _shared(state: Mapping[str, Any]) -> Mapping[Any, Any]:
-    return state.get("shared") or {}
 
 
 def _float_tensors(value: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:

@@ -18,20 +18,17 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 
-def fingerprints(module: nn.Module, *, parts: bool = False) -> dict[str, str]:
+def fingerprints(module: nn.Module) -> dict[str, str]:
     """Return a fingerprint of each attribute of `module` that is plain data, a tensor or a random generator.
+
+    Attributes of submodules are included, with names such as "encoder.calls".
 
     A fingerprint changes with the value. Parameters, buffers and submodules are omitted, because `state_dict` has them.
     Attributes of other types are omitted, because a change in them cannot be detected.
-
-    Args:
-        module: module with the attributes.
-        parts: whether to include the attributes of submodules, with names such as "encoder.calls".
     """
-    owners: Iterable[tuple[str, nn.Module]] = module.named_modules() if parts else [("", module)]
     marks = {
         f"{owner}.{name}" if owner else name: _fingerprint(value)
-        for owner, part in owners
+        for owner, part in module.named_modules()
         for name, value in vars(part).items()
         if name not in _OF_TORCH
     }
@@ -39,11 +36,11 @@ def fingerprints(module: nn.Module, *, parts: bool = False) -> dict[str, str]:
 
 
 def changed_attributes(module: nn.Module, before: Mapping[str, str]) -> list[str]:
-    """Return the attributes whose fingerprints differ from `before`, a result of `fingerprints` with `parts`.
+    """Return the attributes whose fingerprints differ from `before`, a result of `fingerprints`.
 
     An instance attribute with the same value as the class attribute counts as missing.
     """
-    now, parts = fingerprints(module, parts=True), dict(module.named_modules())
+    now, parts = fingerprints(module), dict(module.named_modules())
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
 
     def of_class(name: str) -> str | None:
@@ -60,7 +57,7 @@ def fingerprints_of_run(module: nn.Module, callbacks: Mapping[str, Any], private
 
     In a private run they include non-persistent buffers, because its checkpoints do not hold these.
     """
-    marks = {f"self.{name}": mark for name, mark in fingerprints(module, parts=True).items()}
+    marks = {f"self.{name}": mark for name, mark in fingerprints(module).items()}
     values = {
         f"callbacks.{key}.{name}": value
         for key, callback in callbacks.items()

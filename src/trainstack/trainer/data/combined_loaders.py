@@ -32,7 +32,7 @@ class CombinedDataset(WrapsDatasets):
 
     Args:
         loaders: the loaders by name, each over samples that the library can order.
-        mode: which loader ends an epoch; None if all have the same number of positions.
+        mode: selects the loader that ends an epoch; None if all have the same number of positions.
         batch_size: a loader with k times this batch size gives k samples at each position.
         global_batch: positions in a global step.
         seed: the seed of the orders.
@@ -43,13 +43,7 @@ class CombinedDataset(WrapsDatasets):
     """
 
     def __init__(
-        self,
-        loaders: Mapping[str, Any],
-        mode: Mode | None,
-        batch_size: int,
-        global_batch: int,
-        seed: int,
-        version: int,
+        self, loaders: Mapping[str, Any], mode: Mode | None, batch_size: int, global_batch: int, seed: int, version: int
     ) -> None:
         self.parts = [loader.dataset for loader in loaders.values()]
         self._names, self._mode, self._global_batch = list(loaders), mode, global_batch
@@ -195,7 +189,7 @@ class ZippedLoaders:
 
     Args:
         loaders: the loaders by name.
-        mode: which loader ends an epoch.
+        mode: selects the loader that ends an epoch.
     """
 
     def __init__(self, loaders: Mapping[str, Any], mode: Mode) -> None:

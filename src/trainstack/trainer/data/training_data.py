@@ -178,7 +178,7 @@ class TrainingData:
         return sum_steps(steps) if sums_losses(self._module) else steps
 
     def _describe_order(self, loader: Any) -> str:
-        """As `describe_order`, with the global batch if the order depends on it."""
+        """`describe_order`, with the global batch if the order depends on it."""
         order = describe_order(loader)
         grouped = isinstance(getattr(loader, "sampler", None), LengthGroupedSampler)
         return f"{order} in batches of {self.plan.global_batch}" if grouped else order
@@ -196,7 +196,7 @@ class TrainingData:
         check_plan(self._module, plan)
         self.plan = self._module.plan = plan
 
-    def indices_under_way(self, state: RunState, position: int) -> list[int] | None:
+    def current_indices(self, state: RunState, position: int) -> list[int] | None:
         """The samples of a micro-batch of the current step, by its position; None if they are unknown."""
         share = self._share(state.epoch, state.samples_in_epoch)
         borrowed = 0 if share is None else len(share.borrowed)
@@ -236,7 +236,7 @@ class TrainingData:
         position = state.micro_batch
         share = None if self._cursor is None else self._cursor.share(state.epoch, state.samples_in_epoch)
         count = self.plan.accumulation if share is None else len(share.all_micro_batches)
-        samples = [] if state.borrowed else self.indices_under_way(state, position)
+        samples = [] if state.borrowed else self.current_indices(state, position)
         return MicroBatchInfo(number=position, count=count, samples=None if samples is None else tuple(samples))
 
     def compare_streams(self) -> None:
@@ -276,7 +276,7 @@ class TrainingData:
         return several and loader is not None and unsupported_order_reason(loader) is not None
 
     def _batch_weight(self) -> WeightFn | None:
-        """As `custom_batch_weight`. At the first batch, it logs the choice of a `SupervisedModule`."""
+        """`custom_batch_weight`. At the first batch, it logs the choice of a `SupervisedModule`."""
         module: Any = self._module
         weigh = custom_batch_weight(module)
         if weigh is None or self._choice_logged or not hasattr(module, "weight_choice"):

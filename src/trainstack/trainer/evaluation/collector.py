@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainstack.backends.processes.communicator import Communicator
 from trainstack.backends.processes.gathering import StepList
-from trainstack.backends.processes.packing import pack, unpack
+from trainstack.backends.processes.packing import is_dense, pack, unpack
 from trainstack.errors import ModuleContractError
 
 
@@ -188,7 +188,7 @@ class _Target:
 
     def fetch_later(self, value: Tensor, kept: list[Tensor]) -> None:
         """Append a copy of `value` to `kept`. It is on the target device after the next `fetch`."""
-        if value.nbytes > _BYTES_WAITING or type(value) not in (Tensor, nn.Parameter) or not _is_plain(value):
+        if value.nbytes > _BYTES_WAITING or type(value) not in (Tensor, nn.Parameter) or not is_dense(value):
             kept.append(value.to(self.device))
             return
         copied = value.clone(memory_format=torch.contiguous_format)
@@ -210,10 +210,6 @@ class _Target:
                 kept[place] = tensor
 
 
-def _is_plain(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_quantized and not value.is_nested
-
-
 class _Node:
     """One place in the structure of the outputs."""
 
@@ -223,18 +219,18 @@ class _Node:
         self.path = path
 
     def add(self, value: Any, target: _Target) -> None:
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def cut(self, count: int) -> None:
         """Keep only the first `count` values. After a failed step there may be fewer."""
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def empty_last(self) -> None:
         """Keep only the structure of the last value."""
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def join(self) -> Any:
-        raise AssertionError("abstract")
+        raise NotImplementedError
 
     def tensors(self) -> Iterator[_Tensors]:
         """The places of tensors here and below."""

@@ -20,12 +20,7 @@ from trainstack.trainer.core.random_state import isolated_rng
 from trainstack.trainer.core.state_tree import copied
 from trainstack.trainer.data.epochs import set_epoch
 from trainstack.trainer.data.record_sources import shares_records
-from trainstack.trainer.data.sharding import (
-    StreamDigest,
-    check_not_presharded,
-    refuse_unlike_streams,
-    stream_name,
-)
+from trainstack.trainer.data.sharding import StreamDigest, check_not_presharded, refuse_unlike_streams, stream_name
 from trainstack.trainer.data.step_batches import unsupported_order_reason
 from trainstack.trainer.data.torch_classes import makes_lists_of_fields
 from trainstack.trainer.data.training_data import TrainingData
@@ -124,7 +119,7 @@ class Evaluator:
         self._validations, self._logged = validations, set[str]()
         self._public = dict[str, Any]()  # datasets that were checked to have no record of the training data
         self.has_validated = False
-        self._under_way = set[Stage]()
+        self._running = set[Stage]()
 
     @property
     def _batch_size(self) -> int:
@@ -258,7 +253,7 @@ class Evaluator:
         Args:
             stage: the stage of the step.
             loaders: the loaders by name.
-            keep: which processes keep the outputs.
+            keep: selects the processes that keep the outputs.
             reporter: given for a validation within training. It may be interrupted, and continues with the loaders that
                 are not done.
             history: records the metrics; None for the history of the run.
@@ -360,18 +355,18 @@ class Evaluator:
 
     @contextmanager
     def _only_one(self, stage: Stage) -> Iterator[None]:
-        if stage in self._under_way:
+        if stage in self._running:
             name = "validate" if stage is Stage.VAL else stage.name.lower()
             raise ConfigurationError(
                 f"trainer.{name}() was called within an evaluation of the same stage, so its hooks would call it again "
                 f"and again. Call it in on_end_train_step, on_validation_end or on_epoch_end, or return the other data "
                 "as a second loader from get_val_dataloaders."
             )
-        self._under_way.add(stage)
+        self._running.add(stage)
         try:
             yield
         finally:
-            self._under_way.discard(stage)
+            self._running.discard(stage)
 
     def _fresh_history(self) -> RunHistory:
         """A temporary history with the guard of the run's history."""
@@ -423,7 +418,7 @@ class Evaluator:
         loss, logged = evaluation.means(comm)
         values = {"loss": loss, **({} if measured is None else measured.results(comm))}
         outputs = None if evaluation.outputs is None else evaluation.outputs.all_outputs_alike(comm, pad_value)
-        outputs = self._brought_together(stage, outputs, keep) if in_parts else outputs
+        outputs = self._gathered(stage, outputs, keep) if in_parts else outputs
         return outputs[0] if outputs and any(single for _, _, single, *_ in by_rank) else outputs, values, logged
 
     def _run_pass(
@@ -454,7 +449,7 @@ class Evaluator:
         if rounds is not None:
             evaluation.stopped_early = rounds.stopped_early
 
-    def _brought_together(self, stage: Stage, outputs: Any, keep: Kept) -> Any:
+    def _gathered(self, stage: Stage, outputs: Any, keep: Kept) -> Any:
         """Gather the outputs of all ranks, as far as `keep` asks for them."""
         if keep == "main":
             return gather_to_main(self._context.world.comm, outputs, f"the outputs of {stage.name.lower()}")

@@ -220,7 +220,7 @@ def evaluation_batches(
 
 
 def count_batches(loader: Any, world: World, limit: int | float | None = None) -> int | None:
-    """How many batches of `loader` this process evaluates, as `evaluation_batches` gives them; None if it is unknown.
+    """The number of batches of `loader` that `evaluation_batches` gives to this process; None if it is unknown.
 
     A loader with a custom order may end earlier than its length.
     """

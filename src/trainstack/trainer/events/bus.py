@@ -133,7 +133,7 @@ class Subscription:
         """
         if RECORDS.isdisjoint(self.event.gives):
             return
-        refuse_records(self._given, f"{self.label}, at Event.{self.event.name},", 1, self.event.gives)
+        refuse_records(self._given, f"{self.label}, at Event.{self.event.name},", self.event.gives)
         function = self._given
         self._function = lambda trainer, *given: function(trainer)
 

@@ -101,7 +101,7 @@ class Hooks:
         for name, given in (("end_backward", loss), ("end_train_step", outputs), ("end_train_epoch", outputs)):
             hook = getattr(self, name)
             if hook is not None:
-                refuse_records(hook, f"{owner}.on_{name}", 1, given)
+                refuse_records(hook, f"{owner}.on_{name}", given)
                 self.withheld += [f"on_{name}"] if wants_outputs(hook) else []
         hook = self.end_backward
         self.end_backward = None if hook is None else lambda step, loss: hook(step)

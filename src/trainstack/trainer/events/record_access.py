@@ -12,20 +12,19 @@ RECORDS = frozenset({"batch", "outputs", "loss"})
 """Arguments of events that hold records of one step, or values computed from them."""
 
 
-def refuse_records(function: Callable[..., Any], label: str, public: int, given: Sequence[str]) -> None:
+def refuse_records(function: Callable[..., Any], label: str, given: Sequence[str]) -> None:
     """Check that `function` can be called without the records of a private run.
 
     Args:
         function: a hook or a subscriber.
         label: its name in the message.
-        public: number of arguments that it can get.
-        given: names of the arguments that it cannot get.
+        given: names of the arguments that it cannot get; it gets one other.
 
     Raises:
-        PrivacyError: it requires more than `public` positional arguments.
+        PrivacyError: it requires more than one positional argument.
     """
     try:
-        inspect.signature(function).bind(*range(public))
+        inspect.signature(function).bind(None)
     except (TypeError, ValueError) as error:
         raise PrivacyError(
             f"{label} takes {' and '.join(given)} of training, which a private run passes to no hook and no "

@@ -57,9 +57,7 @@ class SavingMixin(TrainerBase):
                 saver.save(force or pin)
 
     def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        mode: Literal["full", "weights_and_optimizer", "weights"] = "full",
+        self, path: str | os.PathLike[str], mode: Literal["full", "weights_and_optimizer", "weights"] = "full"
     ) -> None:
         """Load the state in `path`, as a new trainer with `resume=path` does; `validate()` and `train()` then use it.
 

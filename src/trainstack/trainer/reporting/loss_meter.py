@@ -66,7 +66,7 @@ class LossMeter:
         read: the verb of the stack that brings values to the host.
         per_record_clipped: a non-finite loss is not an error, because it had no influence; it counts as 0.
         hide_loss: losses are not recorded.
-        comm: how the processes of the run talk.
+        comm: the communicator of the run.
         weights: the trained parameters by name, for a check where not every step's gradients are measured.
         fast_paths: whether the weights may be checked in one call.
 

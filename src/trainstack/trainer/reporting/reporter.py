@@ -296,7 +296,7 @@ class Reporter:
 
         Args:
             status: "finished", "stopped", "interrupted" or "failed".
-            reason: why it has not finished.
+            reason: the reason why it has not finished.
             export: the folder of the exported model; None if there is none.
         """
         self._has_ended = True

@@ -48,7 +48,7 @@ class RunComparison:
         values: of both runs there, as texts; ("", "") if nothing differs.
         parameters: the names of parameters that differ there, where they are recorded.
         same_until: the last global step before of which all that both recorded is the same; 0 for none.
-        compared: how many global steps both have.
+        compared: the number of global steps that both have.
         reason: the cause of the difference, as text.
         changes: the differences of the two starts, those that explain the quantity first.
         tolerance: relative, for losses and norms; None if bits were compared.
@@ -159,7 +159,8 @@ def compare_runs(
     if limits is not None:
         given = {"tolerance": tolerance, "absolute_tolerance": absolute_tolerance}
         given["largest_error"] = _largest_error(mine, theirs)
-    changes = _relevant(changes_between(*_starts(*logs, None if first is None else first.step)))
+    changes = changes_between(*_starts(*logs, None if first is None else first.step))
+    changes = [change for change in changes if change.effect is not Effect.SAME_BITS]
     if first is None:
         return RunComparison(step=None, compared=compared, changes=tuple(changes), notes=notes, **given)
     found = RunComparison(
@@ -252,10 +253,6 @@ def _place(change: Change, order: Sequence[str]) -> tuple[bool, int]:
     return not change.effect.breaks_exactness, order.index(section) if section in order else len(order)
 
 
-def _relevant(changes: Sequence[Change]) -> list[Change]:
-    return [change for change in changes if change.effect is not Effect.SAME_BITS]
-
-
 def _reason(quantity: str, changes: Sequence[Change], has_details: bool) -> str:
     causes = [change for change in changes if change.effect.breaks_exactness]
     if causes:
@@ -301,7 +298,7 @@ _Column = np.ndarray[Any, np.dtype[Any]]
 
 
 def _over_ranks(mine: Sequence[StepLog], theirs: Sequence[StepLog], limits: Tolerance | None) -> FirstDifference | None:
-    """As `first_difference` for unlike numbers of ranks: the loss of all ranks, norm, rates and skipped steps."""
+    """`first_difference` for unlike numbers of ranks: the loss of all ranks, norm, rates and skipped steps."""
     found = first_difference(mine[0], theirs[0], shares=False, tolerance=limits)
     steps, one, other = _common_losses(mine, theirs)
     exceeded = one.view("<u8") != other.view("<u8") if limits is None else limits.is_exceeded(one, other)

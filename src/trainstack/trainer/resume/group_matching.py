@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainstack.backends.optimizer_state import parameter_names
 from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.module_checks import shortened
 
@@ -20,11 +20,16 @@ _HOW = (
 )
 
 
+NamesById = Mapping[int, Sequence[str]]
+"""The names of each parameter of a module by its id."""
+
+
 class Groups:
     """The parameter groups of one optimizer, with the names that the module has for the parameters.
 
     Args:
-        module: the module, which has the names of the parameters.
+        module: the module.
+        known: the names of its parameters, a result of `parameter_names`.
         parameters: the parameters of the module, by group.
         labels: the value of the key "name" of each group; None without one.
 
@@ -34,22 +39,24 @@ class Groups:
     """
 
     parameters: Sequence[Sequence[Tensor]]
-    labels: Sequence[Any] | list[None]
-    by_name: dict[str, int]
+    labels: Sequence[Any]
 
     def __init__(
-        self, module: nn.Module, parameters: Sequence[Sequence[Tensor]], labels: Sequence[Any] | None = None
+        self, module: nn.Module, known: NamesById, parameters: Sequence[Sequence[Tensor]], labels: Sequence[Any]
     ) -> None:
-        self.parameters, self.labels = parameters, labels or [None] * len(parameters)
-        self._module, self._names = module, parameter_names(module)
-        self.by_name = {name: id_ for id_, names in self._names.items() for name in names}
+        self.parameters, self.labels, self._module, self._names = parameters, labels, module, known
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        """The ids of the module's parameters by all their names."""
+        return {name: id_ for id_, names in self._names.items() for name in names}
 
     def names(self) -> list[list[str | None]]:
         """The first name of each parameter, by group; None if it is not in the module any more."""
         return [[self._names.get(id(p), (None,))[0] for p in own] for own in self.parameters]
 
     def names_as_in(self, record: Mapping[str, Any]) -> list[list[str | None]]:
-        """As `names`, with the names in `record`, because a tied parameter has several names."""
+        """`names`, with the names in `record`, because a tied parameter has several names."""
         known = {self.by_name[name]: name for group in record["groups"] for name in group["params"]}
         return [[known.get(id(p)) for p in own] for own in self.parameters]
 
@@ -113,8 +120,7 @@ class Match:
 def match_groups(
     title: str,
     mine: Groups,
-    record: Mapping[str, Any],
-    others: Mapping[int, Groups],
+    elsewhere: Mapping[int, int],
     records: Sequence[Mapping[str, Any]],
     place: int,
 ) -> Match:
@@ -123,19 +129,18 @@ def match_groups(
     Args:
         title: the name of the optimizer in messages.
         mine: its groups.
-        record: the record of the optimizer; see `OptimizerStates`.
-        others: the groups of the other optimizers, by their numbers.
-        records: the records of all optimizers.
-        place: the position of `record` in `records`.
+        elsewhere: the numbers of the other optimizers, by the ids of their parameters.
+        records: the records of all optimizers; see `OptimizerStates`.
+        place: the position of the record of the optimizer.
 
     Raises:
         CheckpointMismatchError: a name is missing on one side, or a parameter is in another group or optimizer.
     """
+    record = records[place]
     saved = _saved_places(title, mine, record)
     held = {id(p): number for number, own in enumerate(mine.parameters) for p in own}
     _check_optimizer(title, mine, saved, records, place)
     joined_names = set(record.get("joined", ()))
-    elsewhere = {id(p): number for number, one in others.items() for own in one.parameters for p in own}
     missing, joined = list[str](), dict[int, list[str]]()
     for number, group in enumerate(record["groups"]):
         for name in group["params"]:
@@ -144,7 +149,7 @@ def match_groups(
                 continue
             if name in joined_names and id_ is not None and id_ not in elsewhere:
                 joined.setdefault(number, []).append(name)
-            elif id_ in elsewhere:
+            elif id_ is not None and id_ in elsewhere:
                 raise CheckpointMismatchError(
                     f"the parameter {name!r} is in optimizer {elsewhere[id_]}; in the checkpoint it is in optimizer "
                     f"{place} ({record['class']}). {_HOW}"
@@ -227,7 +232,7 @@ def _check_order(title: str, mine: Groups, record: Mapping[str, Any]) -> None:
 
 def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: Mapping[int, int]) -> list[int]:
     """For each group of the optimizer, the number of the group in the checkpoint with the same parameters."""
-    order, taken = list[int](), dict[int, int]()
+    order, taken, names = list[int](), dict[int, int](), mine.names()
     empty = [number for number, group in enumerate(record["groups"]) if not group["params"]]
     for number, own in enumerate(mine.parameters):
         if not own:
@@ -237,7 +242,7 @@ def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: M
             order.append(place)
             continue
         place = saved[id(own[0])]
-        for p, name in zip(own, mine.names()[number], strict=True):
+        for p, name in zip(own, names[number], strict=True):
             theirs = saved[id(p)]
             if theirs != place or taken.get(theirs, number) != number:
                 group = record["groups"][theirs]
@@ -252,7 +257,7 @@ def _match_numbers(title: str, mine: Groups, record: Mapping[str, Any], saved: M
 
 def _with_joined(mine: Groups, order: list[int], joined: Mapping[int, Sequence[str]]) -> Match:
     order, found = list(order), [list[Tensor]() for _ in order]
-    parameters = mine.all_parameters()
+    parameters = mine.all_parameters() if joined else {}
     for number, names in sorted(joined.items()):
         if number not in order:
             order.append(number)

@@ -28,7 +28,7 @@ from trainstack.trainer.core.changes import Change
 from trainstack.trainer.core.effects import Effect
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import copied, same
-from trainstack.trainer.resume.group_matching import Groups, as_made, match_groups, regroup
+from trainstack.trainer.resume.group_matching import Groups, NamesById, as_made, match_groups, regroup
 from trainstack.trainer.resume.optimizer_attributes import OptimizerAttributes
 from trainstack.trainer.schedulers.stepping import Schedules
 
@@ -66,7 +66,8 @@ class OptimizerStates:
         self._work, self._schedules = work, schedules
         self._made = [[_options_of(group) for group in one.param_groups] for one in work.optimizers]
         self._first = [[list(group["params"]) for group in one.param_groups] for one in work.optimizers]
-        self._first_names = [self._groups_of(one).names() for one in work.optimizers]
+        known = parameter_names(work.module)
+        self._first_names = [self._groups_of(one, known).names() for one in work.optimizers]
         self._made_schedulers = [_settings_of(one) for one in schedules.schedulers]
         self._attributes = [
             OptimizerAttributes(
@@ -98,9 +99,9 @@ class OptimizerStates:
     def get_state(self) -> dict[str, Any]:
         """The records of all optimizers and schedulers."""
         optimizers, schedulers = self._work.optimizers, self._schedules.schedulers
-        waited = self._schedules.get_counts()
+        waited, known = self._schedules.get_counts(), parameter_names(self._work.module)
         return {
-            "optimizers": [self._record_of(number, one) for number, one in enumerate(optimizers)],
+            "optimizers": [self._record_of(number, one, known) for number, one in enumerate(optimizers)],
             "schedulers": [
                 {
                     "class": type(one).__name__,
@@ -124,12 +125,12 @@ class OptimizerStates:
                     "__init__. Add their values to state_dict(), and load them in load_state_dict()."
                 )
 
-    def _record_of(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
-        groups = self._groups_of(optimizer)
+    def _record_of(self, number: int, optimizer: Optimizer, known: NamesById) -> dict[str, Any]:
+        groups = self._groups_of(optimizer, known)
         names = groups.names()
         record: dict[str, Any] = {"class": type(optimizer).__name__}
         in_state: list[Any] = []
-        if is_divided(optimizer) and not self._has_whole_state():
+        if is_divided(optimizer) and not (self._is_whole and self._work.world.is_main):
             record |= {"groups": [{"params": [one for one in own if one]} for own in names], "state": None}
         else:
             state = self._state_dict_of(number, optimizer)
@@ -185,13 +186,19 @@ class OptimizerStates:
                 "remove one, write optimizer.state.pop(old)."
             ) from error
 
-    def _has_whole_state(self) -> bool:
-        return self._is_whole and self._work.world.is_main
+    def _groups_of(self, optimizer: Optimizer, known: NamesById) -> Groups:
+        labels = [group.get("name") for group in optimizer.param_groups]
+        return Groups(self._work.module, known, self._held_by(optimizer), labels)
 
-    def _groups_of(self, optimizer: Optimizer) -> Groups:
+    def _held_by(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """The parameters of the module in an optimizer, by group."""
         originals = self._work.params.find_originals()
-        held = [[originals.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
-        return Groups(self._work.module, held, [group.get("name") for group in optimizer.param_groups])
+        return [[originals.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+
+    def _held_elsewhere(self, number: int) -> dict[int, int]:
+        """The numbers of the other optimizers, by the ids of their parameters."""
+        others = [(other, one) for other, one in enumerate(self._work.optimizers) if other != number]
+        return {id(p): other for other, one in others for own in self._held_by(one) for p in own}
 
     def update_state(self, state: Mapping[str, Any], log: RunLogger) -> None:
         """Load the result of `get_state`.
@@ -207,30 +214,36 @@ class OptimizerStates:
                 "To use only its weights, write resume_mode='weights'."
             )
         _check_count("optimizer", len(optimizers), len(records))
-        places = self._match_optimizers([as_made(record) for record in records])
-        orders = [self._load(number, records, place, log) for number, place in enumerate(places)]
+        known = parameter_names(self._work.module)  # once, because a module may have an optimizer for each parameter
+        first = [as_made(record) for record in records]
+        places = self._match_optimizers(first, known)
+        orders = [self._load(number, records[place], first, place, known, log) for number, place in enumerate(places)]
         self._load_schedulers(state["schedulers"], places, orders)
 
-    def _match_optimizers(self, records: Sequence[_Record]) -> list[int]:
+    def _match_optimizers(self, records: Sequence[_Record], known: NamesById) -> list[int]:
         """For each optimizer, the number of the record with the same parameters."""
-        by_name = {name: id_ for id_, names in parameter_names(self._work.module).items() for name in names}
+        by_name = {name: id_ for id_, names in known.items() for name in names}
 
         def ids(names: Iterable[str]) -> frozenset[int | None]:
             return frozenset(by_name.get(name) for name in names)
 
         whole = [ids(name for group in record["groups"] for name in group["params"]) for record in records]
         first = [own - ids(record.get("joined", ())) for own, record in zip(whole, records, strict=True)]
-        mine = [
-            frozenset(id(p) for own in self._groups_of(one).parameters for p in own) for one in self._work.optimizers
-        ]
+        mine = [frozenset(id(p) for own in self._held_by(one) for p in own) for one in self._work.optimizers]
         for saved in (whole, first):
             if len(set(saved)) == len(saved) and set(saved) == set(mine):
                 return [saved.index(own) for own in mine]
         return list(range(len(mine)))
 
-    def _load(self, number: int, records: Sequence[_Record], place: int, log: RunLogger) -> list[int]:
-        """Load the state of an optimizer. Returns, for each group, the number of the group in the checkpoint."""
-        optimizer, record = self._work.optimizers[number], records[place]
+    def _load(
+        self, number: int, record: _Record, first: Sequence[_Record], place: int, known: NamesById, log: RunLogger
+    ) -> list[int]:
+        """Load the state of an optimizer from `record`, that of `place` in `first` with its current groups.
+
+        Returns:
+            for each group, the number of the group in the checkpoint.
+        """
+        optimizer = self._work.optimizers[number]
         kind, what = type(optimizer).__name__, f"optimizer {number} ({type(optimizer).__name__})"
         if kind != record["class"]:
             raise CheckpointMismatchError(
@@ -241,10 +254,8 @@ class OptimizerStates:
                 f"the checkpoint lacks the state of {what}, which is divided among ranks: one rank wrote it after an "
                 "exception. Resume from the newest checkpoint before it."
             )
-        groups = self._groups_of(optimizer)
-        others = {i: self._groups_of(one) for i, one in enumerate(self._work.optimizers) if i != number}
-        first = [as_made(one) for one in records]
-        match = match_groups(what, groups, first[place], others, first, place)
+        groups = self._groups_of(optimizer, known)
+        match = match_groups(what, groups, self._held_elsewhere(number), first, place)
         self._compare_settings(number, what, record, match.order)
         order = match.order
         if "first" in record:
@@ -252,8 +263,8 @@ class OptimizerStates:
             order = list(range(len(record["groups"])))
             log.info(f"{what} has the groups of the checkpoint, which were changed during training.")
         else:
-            self._add_joined(what, optimizer, record, match.joined, log)
-        groups = self._groups_of(optimizer)
+            self._add_joined(what, optimizer, record, match.joined, known, log)
+        groups = self._groups_of(optimizer, known)
         names, dtypes = groups.names_as_in(record), record.get("dtypes", {})
         if "state_dict" in record:
             state = materialized(record["state_dict"])
@@ -270,7 +281,13 @@ class OptimizerStates:
         return order
 
     def _add_joined(
-        self, what: str, optimizer: Optimizer, record: _Record, joined: Sequence[Sequence[Tensor]], log: RunLogger
+        self,
+        what: str,
+        optimizer: Optimizer,
+        record: _Record,
+        joined: Sequence[Sequence[Tensor]],
+        known: NamesById,
+        log: RunLogger,
     ) -> None:
         """Add the parameters that were added during training, to the groups of the optimizer or in new groups."""
         for number, parameters in enumerate(joined):
@@ -279,7 +296,7 @@ class OptimizerStates:
             if number < len(optimizer.param_groups):
                 optimizer.param_groups[number]["params"] += parameters
                 continue
-            names = set(Groups(self._work.module, [parameters]).names()[0])
+            names = {name for p in parameters for name in known.get(id(p), ())}
             saved = next(group for group in record["groups"] if names & set(group["params"]))
             options = copy.deepcopy({key: value for key, value in saved.items() if key != "params"})
             optimizer.add_param_group({**options, "params": list(parameters)})

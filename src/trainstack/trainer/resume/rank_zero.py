@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +9,8 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from trainstack.backends import Communicator, World
+from trainstack.checkpointing.sharded.commit import sending_heartbeats
 from trainstack.errors import PeerError
-
-_BEAT_S = 1.0
-"""Seconds between two heartbeats of a rank that reads or writes files."""
 
 _SILENCE_S = 5.0
 """Seconds without a heartbeat, five of them, after which the others enter the collective. The collective reports
@@ -71,7 +68,7 @@ def wait_for_rank_zero(
         world.comm.put(f"{key}/{count}", request)
         count += 1
 
-    with _beating(world.comm, key):
+    with sending_heartbeats(world.comm.put, key):
         try:
             yield ask
         finally:
@@ -90,7 +87,7 @@ def wait_for_all_ranks(world: World, task: str, longest_s: float) -> Iterator[No
         yield
         return
     comm, key = world.comm, _next_key(world.comm)
-    with _beating(comm, f"{key}/{world.rank}"):
+    with sending_heartbeats(comm.put, f"{key}/{world.rank}"):
         yield
         comm.put(f"{key}/{world.rank}/{_DONE}", "")
         with wait_for_rank_zero(world, task, longest_s):
@@ -104,24 +101,6 @@ def wait_for_all_ranks(world: World, task: str, longest_s: float) -> Iterator[No
 def _next_key(comm: Communicator) -> str:
     number = _waits[comm] = _waits.get(comm, 0) + 1
     return f"rank-zero/{number}"
-
-
-@contextmanager
-def _beating(comm: Communicator, key: str) -> Iterator[None]:
-    done = threading.Event()
-
-    def beat() -> None:
-        beats = 0
-        with suppress(RuntimeError):
-            while not done.wait(_BEAT_S):
-                beats += 1
-                comm.put(f"{key}/beat", str(beats))
-
-    threading.Thread(target=beat, name="trainstack-heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def can_stream(module: nn.Module) -> bool:
 def load_streamed(
     context: RunContext, on_rank_zero: Callable[[Callable[[], Any], str], Any], source: Path
 ) -> WarmStartReport:
-    """As `warm_start`, with at most one tensor in memory in addition to the module. All processes call this.
+    """`warm_start` with at most one tensor in memory in addition to the module. All processes call this.
 
     The main process maps the files and broadcasts one tensor at a time. Each process stores it, or its part of it.
 

@@ -27,10 +27,7 @@ from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.events.calling import call_all
 from trainstack.trainer.events.event import Event
 from trainstack.trainer.events.hooks import needs_outputs
-from trainstack.trainer.events.loop_events import (
-    with_batch_events,
-    with_fetch_events,
-)
+from trainstack.trainer.events.loop_events import with_batch_events, with_fetch_events
 from trainstack.trainer.reporting.loss_meter import learning_rates
 from trainstack.trainer.run.borrowed_pass import BorrowedPass, bind_borrowed_pass
 from trainstack.trainer.run.pass_record import PassVerbs
@@ -103,9 +100,7 @@ def _bind_update(loop: TrainLoop, buffers: ModuleSnapshot) -> Update:
     run_micro_batches, before_update = _bind_micro_batches(loop, buffers), loop.bind_before_update()
     end_update, end_skip = _bind_step_end(loop)
 
-    def update(
-        step_batches: StepBatches,
-    ) -> tuple[list[Tensor | float], Tensor | None, bool, Callable[[], None]]:
+    def update(step_batches: StepBatches) -> tuple[list[Tensor | float], Tensor | None, bool, Callable[[], None]]:
         work, unmeasured = workloads[step_batches.uneven]
         losses = run_micro_batches(step_batches, work)
         measured = loop.skip_nonfinite or state.global_step + 1 >= loop.next_measured_step

@@ -1,4 +1,4 @@
-"""`find_lr` finds a learning rate by a short training with a growing rate."""
+"""`try_rates` finds a learning rate by a short training with a growing rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Run` trains a prepared module epoch by epoch. `RunView` shows its counters to users."""
+"""`Run` trains a prepared module epoch by epoch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def failure_location(state: RunState, data: TrainingData, position: int | None, 
         return place
     if plan.accumulation > 1:
         place += f", micro-batch {position} of {plan.accumulation}"
-    indices = data.indices_under_way(state, position)  # computed here, so that other steps cost nothing
+    indices = data.current_indices(state, position)  # computed here, so that other steps cost nothing
     if indices is None:
         return place
     return f"{place}, with the samples {shown_indices(indices)} of the training data set"

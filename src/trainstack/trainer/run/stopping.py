@@ -176,10 +176,10 @@ class Stopper:
     def interrupts(self) -> bool:
         """Whether to interrupt a validation, because of a signal on this or another process."""
         if self._world.size > 1:
-            if not self._is_urgent and self._pace.is_due():
+            if not self.has_signal and self._pace.is_due():
                 self._listen()
             self._announce()
-        return self._is_urgent
+        return self.has_signal
 
     def stop_if_requested(self) -> None:
         """Stop between the parts of an epoch if any process has a request. All processes call this together.
@@ -192,10 +192,6 @@ class Stopper:
         if asked:
             self.agreed = next((request for request in asked if request.signal is not None), asked[0])
             raise Stopped
-
-    @property
-    def _is_urgent(self) -> bool:
-        return self._request is not None and self._request.signal is not None
 
     def _announce(self) -> None:
         if self._request is not None and self._announced != self._request:

@@ -40,7 +40,7 @@ def restore_after(
     module, state, busy = context.module, copy.copy(context.state), context.busy
     if trains:
         check_initialized((*module.named_parameters(), *module.named_buffers()), label)
-    marks = fingerprints(module, parts=True)
+    marks = fingerprints(module)
     snapshot, modes = ModuleSnapshot(module, parameters=trains), get_modes(module)
     snapshot.keep()
     registered = (*module.parameters(), *module.buffers())  # `snapshot` restores these in place

@@ -24,13 +24,7 @@ from trainstack.errors import ModuleContractError
 from trainstack.stage import Stage
 from trainstack.trainer.core.borrowing import muted_log, restored_after
 from trainstack.trainer.core.module_snapshot import ModuleSnapshot
-from trainstack.trainer.core.several_updates import (
-    HOW_TO_YIELD,
-    NextPart,
-    PartResult,
-    check_closures,
-    yields_updates,
-)
+from trainstack.trainer.core.several_updates import HOW_TO_YIELD, NextPart, PartResult, check_closures, yields_updates
 from trainstack.trainer.data.step_batches import StepBatches
 from trainstack.trainer.run.train_loop import TrainLoop
 

@@ -21,7 +21,7 @@ class EpochLine(str):
         values: measured values by the name of the metric, in the order of the columns.
         seconds: of wall-clock time that the epoch took.
         best: the name whose value is the best so far; None for none.
-        elsewhere: where values are that a table has no room for.
+        elsewhere: the place of the values for which a table has no room.
     """
 
     epoch: str

@@ -37,8 +37,8 @@ class MetricColumn:
     """The records of one metric as three packed arrays: 24 bytes a record.
 
     Attributes:
-        number: how many metrics had a record before this one.
-        flushed: how many of the records `flush` has returned.
+        number: the number of metrics that had a record before this one.
+        flushed: the number of records that `flush` has returned.
     """
 
     name: str
@@ -290,7 +290,7 @@ class RunHistory:
 
     @property
     def flushed_count(self) -> int:
-        """How many records were flushed."""
+        """The number of flushed records."""
         return sum(column.flushed for column in self._columns.values())
 
     def get_state(self) -> dict[str, Any]:
@@ -330,7 +330,7 @@ class RunHistory:
         self.current_step, self.current_epoch, self._columns, self._log = step, epoch, columns, log
 
     def mark(self) -> tuple[Any, ...]:
-        """Where the records end now, for `back_to`."""
+        """The current end of the records, for `back_to`."""
         self._read_pending()
         lengths = {name: len(column.values) for name, column in self._columns.items()}
         return self.current_step, self.current_epoch, lengths

@@ -80,7 +80,7 @@ class MetricGuard:
         return self.provenance_of(name) <= Provenance.COVERED
 
     def usable(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Those of `values`, by name, that are public or covered."""
+        """The values, by name, that are public or covered."""
         return {name: value for name, value in values.items() if self.may_decide(name)}
 
     def require(self, name: str, who: str) -> None:
@@ -131,7 +131,7 @@ class MetricGuard:
                 self._known[name] = max(self._known[name], Provenance.EVALUATION)
 
     def take_private(self, names: Iterable[str]) -> set[str]:
-        """Those of the restored metrics `names` that this run does not record; states of older versions tell none.
+        """The restored metrics among `names` that this run does not record; states of older versions have none.
 
         The guard forgets their values: a metric that is released with noise may have the same name.
         """

@@ -107,16 +107,10 @@ class OperatorWatch:
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if (name in _SWITCHED or name in _WITHOUT) and name not in self.found and _may_differ(name, args, kwargs):
-            self.found[name] = Operator(name, self._place(), "CUDA", _setting(name))
+            frame = self._frames.find_user_frame(sys._getframe(1))
+            place = "" if frame is None else describe_place(frame)
+            self.found[name] = Operator(name, place, "CUDA", _setting(name))
         return func(*args, **kwargs)
-
-    def _place(self) -> str:
-        frame = sys._getframe(2)
-        while frame is not None and not self._frames.is_of_user(frame.f_code):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is None:
-            return ""
-        return describe_place(frame)
 
 
 def _may_differ(name: str, args: Any, kwargs: Any) -> bool:

@@ -91,6 +91,12 @@ class SourceWatch:
             self._of_user[code] = not file.startswith("<") and not os.path.realpath(file).startswith(self._others)
         return self._of_user[code]
 
+    def find_user_frame(self, frame: FrameType | None) -> FrameType | None:
+        """The first frame of the user's code, from `frame` outwards; None if there is none."""
+        while frame is not None and not self.is_of_user(frame.f_code):
+            frame = frame.f_back
+        return frame
+
 
 def _describe(called: Any) -> tuple[str, str] | None:
     """The value of a built-in function that no seed determines, and a remedy; None for other functions."""

@@ -126,7 +126,7 @@ def unstable_samples(evidence: Evidence) -> Iterator[Found]:
 
 @check("D109", "hint", "a train_batch_size of 1, the default")
 def batch_of_one(evidence: Evidence) -> Iterator[Found]:
-    """It is the batch of all processes together."""
+    """`train_batch_size` counts the samples of all processes together."""
     plan = evidence.plan
     if plan is not None and plan.global_batch == 1 and evidence.data_length() > _ENOUGH_LABELS:
         yield (
@@ -137,7 +137,7 @@ def batch_of_one(evidence: Evidence) -> Iterator[Found]:
 
 @check("D110", "hint", "more loader workers than cores")
 def too_many_workers(evidence: Evidence) -> Iterator[Found]:
-    """Of the training loader."""
+    """Checks the training loader only."""
     workers, cores = getattr(evidence.loader, "num_workers", 0), os.cpu_count() or 1
     if workers > max(cores, 2):
         yield (

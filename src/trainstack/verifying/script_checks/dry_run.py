@@ -105,7 +105,7 @@ class _Watcher(Callback):
         evidence = self._evidence
         evidence.plan, evidence.loader = trainer.plan, trainer._run.data.loader
         evidence.optimizers, evidence.schedulers = trainer.optimizers, trainer.schedulers
-        self._marks = fingerprints(trainer.module, parts=True)
+        self._marks = fingerprints(trainer.module)
 
     def on_train_batch_begin(self, trainer: Any, batch: Any) -> None:
         self._watch.stage = "train"
@@ -175,7 +175,7 @@ def collect(
         module: is trained, and not used otherwise afterwards.
         args: of the run that the script would make.
         source: the file of the user.
-        steps: how many; fewer if the data has fewer.
+        steps: the number of global steps; fewer if the data has fewer.
         **given: further arguments of the trainer: `train_step`, `val_step` and `metrics`.
     """
     evidence = Evidence(module, args, source)

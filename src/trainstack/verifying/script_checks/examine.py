@@ -40,8 +40,8 @@ def examine(
         module: is trained, and not used otherwise afterwards.
         args: of the run that the script would make.
         source: the file of the user.
-        steps: how many global steps.
-        ignore: ids of checks that are left out.
+        steps: the number of global steps.
+        ignore: ids of the checks to omit.
         **given: further arguments of the trainer.
     """
     evidence = collect(module, args, source, steps, **given)

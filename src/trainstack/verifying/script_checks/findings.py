@@ -78,7 +78,7 @@ class ScriptReport:
         findings: problems first.
         steps: global steps that were trained.
         validated: whether validation batches were evaluated.
-        ended: why the dry run ended before its last step; "" if it did not.
+        ended: the reason why the dry run ended before its last step; "" if it did not.
     """
 
     target: str

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 
 from trainstack.verifying.determinism.user_sources import SourceWatch
 
@@ -68,14 +67,7 @@ def _is_train_of_trainer(function: ast.AST) -> bool:
     return is_train and "trainer" in ast.unparse(function).lower()
 
 
-def user_place(depth: int = 1) -> str:
+def user_place(depth: int) -> str:
     """`file:line` of the frame of the user's code that is called last; "" where there is none."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and not _FRAMES.is_of_user(frame.f_code):
-        frame = frame.f_back
+    frame = _FRAMES.find_user_frame(sys._getframe(depth))
     return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def is_called_by_user(depth: int) -> bool:
-    """Whether the frame at `depth` is of the user's code."""
-    return _FRAMES.is_of_user(sys._getframe(depth).f_code)

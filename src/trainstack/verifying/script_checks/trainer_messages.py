@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trainstack.errors import TrainstackError
 from trainstack.verifying.script_checks.evidence import Evidence
-from trainstack.verifying.script_checks.findings import CHECKS, Finding, Level, declare
+from trainstack.verifying.script_checks.findings import CHECKS, Finding, declare
 
 
 class _Row(NamedTuple):
@@ -31,27 +31,23 @@ class _Row(NamedTuple):
     remedy: str = ""
 
 
-def _declare(id_: str, level: Level, title: str) -> None:
-    declare(id_, level, title)
-
-
-_declare("D201", "problem", "layers in a list or dict, which PyTorch does not register")
-_declare("D202", "problem", "parameters in no optimizer, in two optimizers, or of another model")
-_declare("D203", "problem", "trainable parameters that get no gradient")
-_declare("D204", "hint", "a network in eval mode when training begins")
-_declare("D205", "problem", "an input whose shape does not fit the layer")
-_declare("D206", "problem", "an index outside of an embedding: ids and vocabulary do not fit")
-_declare("D103", "problem", "a loader that gives no batch, such as with drop_last")
-_declare("D301", "problem", "train_step returns no loss that can be trained")
-_declare("D302", "problem", "a loss that is a sum over samples")
-_declare("D309", "problem", "targets of another dtype or shape than the loss takes")
-_declare("D310", "problem", "labels outside of the classes")
-_declare("D401", "problem", "backward(), step() or zero_grad() called by hand")
-_declare("D402", "problem", "a schedule that was made for another number of steps")
-_declare("D501", "problem", "val_step returns no loss")
-_declare("D502", "problem", "a metric that is fed with the wrong values, or a method with a misspelt name")
-_declare("D601", "problem", "another error of the script")
-_declare("D602", "hint", "another message of the trainer")
+declare("D201", "problem", "layers in a list or dict, which PyTorch does not register")
+declare("D202", "problem", "parameters in no optimizer, in two optimizers, or of another model")
+declare("D203", "problem", "trainable parameters that get no gradient")
+declare("D204", "hint", "a network in eval mode when training begins")
+declare("D205", "problem", "an input whose shape does not fit the layer")
+declare("D206", "problem", "an index outside of an embedding: ids and vocabulary do not fit")
+declare("D103", "problem", "a loader that gives no batch, such as with drop_last")
+declare("D301", "problem", "train_step returns no loss that can be trained")
+declare("D302", "problem", "a loss that is a sum over samples")
+declare("D309", "problem", "targets of another dtype or shape than the loss takes")
+declare("D310", "problem", "labels outside of the classes")
+declare("D401", "problem", "backward(), step() or zero_grad() called by hand")
+declare("D402", "problem", "a schedule that was made for another number of steps")
+declare("D501", "problem", "val_step returns no loss")
+declare("D502", "problem", "a metric that is fed with the wrong values, or a method with a misspelt name")
+declare("D601", "problem", "another error of the script")
+declare("D602", "hint", "another message of the trainer")
 
 _ROWS = (
     _Row("D201", "which PyTorch does not register", "__init__"),

@@ -25,7 +25,7 @@ def attention(
 
     Args:
         sequences: query, key and value, `(positions, batch, width)` or `(positions, width)`.
-        heads: how many.
+        heads: the number of heads.
         in_proj, out_proj: weight and bias of the projections.
         dropout: of the attention weights.
         pairs: a mask of pairs of positions, `(targets, sources)` or `(batch * heads, targets, sources)`; True or -inf

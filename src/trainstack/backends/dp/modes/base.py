@@ -162,7 +162,7 @@ class GradientMode(ABC):
     clipper: Clipper
     observer: Observer | None = None
     begin_pass: Callable[[], None] = staticmethod(_do_nothing)
-    """Is called before each forward pass, outside of all transforms of `torch.func`."""
+    """Called before each forward pass, outside of all transforms of `torch.func`."""
     name: ClassVar[str] = ""
     one_by_one: ClassVar[bool] = False
     """Whether a record's gradient is computed from it alone, for any module."""
@@ -218,7 +218,7 @@ class GradientMode(ABC):
         return self.pop_flat_sums()[1]
 
     def pop_flat_sums(self) -> tuple[Tensor, list[Tensor]]:
-        """As `pop_sums`, with the tensor in which they are one after the other, of one dimension."""
+        """`pop_sums`, with the 1-dim tensor that contains them one after the other."""
         found = self.sums
         flat = self._flat
         self._begin_sums()
@@ -288,8 +288,8 @@ def rows_of(batch: Any, records: int, rows: slice) -> Any:
 
     Args:
         batch: of `records` examples.
-        records: how many.
-        rows: which.
+        records: the number of records.
+        rows: the selected records.
 
     Raises:
         Unsupported: part of the batch belongs to no record in particular.

@@ -32,7 +32,7 @@ _CANCELLED = 1e-2
 
 
 def allowed_error(norms: Tensor, limit: float) -> Tensor:
-    """How far gradients with these norms, `(records,)`, may be from those of autograd, where `limit` clips them.
+    """The tolerated distance of gradients with these norms, `(records,)`, from those of autograd, clipped to `limit`.
 
     A gradient that is small because terms cancel is mostly rounding, so errors are allowed that are small compared with
     the limit or the longest gradient.

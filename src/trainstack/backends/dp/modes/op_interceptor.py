@@ -254,13 +254,7 @@ def _conv(
     else:
         sides = [(side, side) for side in _per_dimension(0 if padding == "valid" else padding, kernel)]
     use = ConvUse(
-        w,
-        b,
-        kernel=kernel,
-        stride=_per_dimension(stride, kernel),
-        padding=sides,
-        dilation=dilations,
-        groups=groups,
+        w, b, kernel=kernel, stride=_per_dimension(stride, kernel), padding=sides, dilation=dilations, groups=groups
     )
     is_batch = input.dim() == weight.dim()
     return _folded(ops, use, input, is_batch, lambda x: func(x, _detach(ops, weight), _detach(ops, bias), *rest))
@@ -528,10 +522,7 @@ _PROPERTIES: tuple[str, ...] = (
 )
 _PROPERTIES += ("data", "is_sparse", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "_base")
 
-_NO_TENSOR = {
-    *(getattr(Tensor, name) for name in _METHODS),
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-}
+_NO_TENSOR = {*(getattr(Tensor, name) for name in _METHODS), *(getattr(Tensor, name).__get__ for name in _PROPERTIES)}
 """Functions of a tensor that return no tensor, or one without a graph."""
 
 _PYTHON_VALUES = ("item", "tolist", "is_nonzero", "__bool__", "__float__", "__int__", "__index__")

@@ -23,7 +23,7 @@ class ParamUse(ABC):
     Attributes:
         weight, bias: numbers of the parameters; None where it has none or it is not trained.
         parameters: those of the two that are not None.
-        edge: where in the graph the gradient of the output arrives.
+        edge: the place in the graph at which the gradient of the output arrives.
     """
 
     weight: int | None
@@ -97,7 +97,7 @@ class NormUse(DirectUse):
     """LayerNorm, RMSNorm (`spatial=0`) and GroupNorm: `y = normalised * weight + bias`.
 
     Args:
-        shared: how many trailing dimensions the weight has; None if it is along dimension 1.
+        shared: the number of trailing dimensions of the weight; None if it is along dimension 1.
     """
 
     def __init__(self, weight: int | None, bias: int | None, shared: int | None) -> None:

@@ -57,7 +57,7 @@ def run_per_record(function: Callable[..., object], columns: Sequence[Tensor]) -
 
 @functools.cache
 def _load_decompositions() -> None:
-    """Which `torch.func.vmap` does in its first call."""
+    """Load the decompositions now: `torch.func.vmap` loads them in its first call."""
     vmap(torch.neg)(torch.zeros(1))
 
 

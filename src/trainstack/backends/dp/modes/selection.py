@@ -61,7 +61,7 @@ def choose_mode(
         run: see `Run`.
         probe: a batch of the training data, as `run` takes it, of at least 2 records. The more its records differ, in
             length, class and weight, the more it shows.
-        records: how many.
+        records: the number of records.
 
     Raises:
         Unsupported: `asked` cannot give the module's per-record gradients, or nothing can.

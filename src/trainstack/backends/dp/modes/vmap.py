@@ -51,7 +51,7 @@ class FunctionalModule(nn.Module):
         self._module, self._replaced = (module,), parameters  # in a tuple, because it must not be a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's."""
+        """The forward pass of the module, with the replaced parameters."""
         return functional_call(self._module[0], self._replaced, args, kwargs)
 
 
@@ -161,8 +161,8 @@ def one_record_batches(
 
     Args:
         batch: of `records` examples.
-        records: how many.
-        diverge: is given the items of a list that is read; by default reading is refused.
+        records: the number of records.
+        diverge: called with the items of a list that is read; by default reading is refused.
 
     Raises:
         Unsupported: the batch holds something else, or belongs to no record in particular.
@@ -197,7 +197,7 @@ def one_record_batches(
 
 
 def explain_vmap_error(error: Exception) -> str | None:
-    """Why `train_step` cannot run under `vmap`; None if that is not why it failed."""
+    """The reason why `train_step` cannot run under `vmap`; None if it failed for another reason."""
     if not isinstance(error, RuntimeError | ValueError | NotImplementedError):
         return None
     return (

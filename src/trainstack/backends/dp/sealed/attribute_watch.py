@@ -30,8 +30,8 @@ from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.backends.generator_search import is_of_user
 
 _FIRST, _SHARE = 16, 0.01
-"""How many first steps always compare all values, and the share of the time since then that the checks of later steps
-may take."""
+"""The number of first steps that always compare all values, and the largest share of the time that the checks of later
+steps take."""
 
 Probe = Callable[[int], list[Tensor]]
 """`probe(number)` is `probe_gradients` of the last record but `number` of a micro-batch."""
@@ -42,7 +42,7 @@ _NOTHING = Kept(value=None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attributes:
-    """Which attributes a check is about, by name."""
+    """The attributes of a check, by name."""
 
     names: tuple[str, ...]
 
@@ -72,13 +72,7 @@ class AttributeWatch:
 
     was_written: bool
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        refuse: Callable[[str], None],
-        note: Callable[[Attributes], None],
-    ) -> None:
+    def __init__(self, module: nn.Module, *, refuse: Callable[[str], None], note: Callable[[Attributes], None]) -> None:
         self._module, self._refuse, self._note = module, refuse, note
         self._owners: dict[str, Held] = {}
         self._of_libraries = set[str]()  # parts whose caches and computed weights are not values of the user

@@ -30,7 +30,7 @@ def attributes_of(path: str, value: Any) -> Iterator[tuple[str, Any, MutableMapp
 
 
 def own_attributes_of(path: str, value: Any) -> Iterator[tuple[str, Any, MutableMapping[str, Any]]]:
-    """As `attributes_of`, without the attributes of the classes."""
+    """`attributes_of` without the attributes of the classes."""
     held = object.__getattribute__(value, "__dict__") if _has_dict(value) else None
     if held is not None:
         yield path, value, held

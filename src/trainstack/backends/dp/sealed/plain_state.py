@@ -60,11 +60,11 @@ def keep(owners: Owners) -> dict[Place, Kept]:
         (path, key): kept_of(value, storages)
         for path, held in owners.items()
         for key, value in held.items()
-        if is_watched(path, key, owners) and not shares_memory(value, storages)
+        if is_watched(path, key) and not shares_memory(value, storages)
     }
 
 
-def is_watched(path: str, key: str, owners: Mapping[str, Any]) -> bool:
+def is_watched(path: str, key: str) -> bool:
     """Whether the attribute `key` of the object at `path` is the user's."""
     hidden = path.endswith("]") and key in _TENSORS  # of a module that no module has registered
     return (key not in OF_EVERY_MODULE or hidden) and key not in ("_log_sink", "_step_view", "plan")

@@ -17,8 +17,8 @@ from trainstack.backends.workload import TrainingSet
 
 _RECORDS = 2
 _FIRST, _SHARE = 16, 0.002
-"""How many first steps of a process are always checked, and the share of the time since then that the checks of later
-steps may take."""
+"""The number of first steps of a process that are always checked, and the largest share of the time that the checks of
+later steps take."""
 
 NOT_REPEATABLE = "records that the data set keeps for other samples: samples are not the same when fetched again"
 OTHER_SAMPLES = "changes of the data set between epochs: a record has other samples than in the epoch before"
@@ -82,7 +82,7 @@ class SampleReplay:
 
 
 def mixed_records(data: TrainingSet, index: Tensor) -> str | None:
-    """Why the samples at `index` are made of several records each; None if nothing shows that.
+    """A sentence if the samples at `index` are made of several records each; None if nothing shows that.
 
     Rows that a data set reads by an integer from tensors with one row a record are counted. Other ways to read, such as
     from arrays, lists and files, are not seen.

@@ -135,9 +135,9 @@ class SealedState:
 
 
 def sealed_places(module: nn.Module) -> list[_Place]:
-    """Where parameters and buffers are held, those that are not persistent too; each tensor once.
+    """The places of parameters and buffers, including those that are not persistent; each tensor once.
 
-    Left out are tensors without plain memory, which a private run cannot train: sparse, quantized, meta and lazy ones,
+    Omitted are tensors without plain memory, which a private run cannot train: sparse, quantized, meta and lazy ones,
     and subclasses that wrap other tensors.
     """
     return [place for place in _all_places(module) if has_memory(place[3])]

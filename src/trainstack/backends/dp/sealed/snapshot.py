@@ -58,7 +58,7 @@ class Snapshot:
         seen = set[int]()
         for path, _, values in self._held:
             for key, value in values.items():
-                if not isinstance(value, SCALARS) and is_watched(path, key, self._owners):
+                if not isinstance(value, SCALARS) and is_watched(path, key):
                     self._add_content((path, key), value, seen, 0)
 
     def changed(self) -> set[Place]:
@@ -69,7 +69,7 @@ class Snapshot:
                 continue
             others = [key for key, value in held.items() if before.get(key, self) is not value]
             others += [key for key in before if key not in held]
-            found.update((path, key) for key in others if is_watched(path, key, self._owners))
+            found.update((path, key) for key in others if is_watched(path, key))
         return found
 
     def values(self, places: set[Place]) -> dict[Place, Any]:

@@ -103,7 +103,7 @@ class StateGuard:
         return outputs
 
     def release(self, work: Workload) -> Tensor:
-        """As `Mechanism.release`, unless an attribute has carried records from one forward pass into another.
+        """Call `Mechanism.release`, unless an attribute has carried records from one forward pass into another.
 
         Raises:
             PrivacyError: it has; nothing is released.
@@ -144,7 +144,7 @@ class StateGuard:
         return set(by_hooks)
 
     def _renew(self) -> set[Place]:
-        """Which attributes have changed since the snapshot, which becomes one of now."""
+        """Return the attributes that have changed since the snapshot, and replace it by a snapshot of now."""
         changed = self._snapshot.changed()
         if changed:
             self._snapshot = self._snapshot.renewed(changed)

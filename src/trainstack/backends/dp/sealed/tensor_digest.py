@@ -31,7 +31,7 @@ class _Words:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where the numbers of each tensor are in a digest: first small tensors whole, then the sums, for each device."""
+    """The places of each tensor's numbers in a digest: first small tensors whole, then the sums, for each device."""
 
     words: list[_Words]
     forms: tuple[Form, ...]
@@ -87,7 +87,7 @@ class Digest:
 
     Attributes:
         forms: name, shape, dtype and device of each tensor.
-        places: which numbers of `sums` belong to each, in the same order.
+        places: for each tensor, in the same order, the places of its numbers in `sums`.
         sums: int64, one vector a device.
     """
 

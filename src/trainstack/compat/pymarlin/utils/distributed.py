@@ -47,7 +47,7 @@ class DistributedPreprocessArguments:
     Attributes:
         node_count: machines.
         local_size: processes on each.
-        node_rank: which machine this is; None for `global_rank // local_size`.
+        node_rank: the number of this machine; None for `global_rank // local_size`.
     """
 
     local_rank: int = 0
@@ -66,9 +66,4 @@ def place_of_this_process() -> DistributedTrainingArguments:
     return DistributedTrainingArguments(local_rank=found.local_rank, global_rank=found.rank, world_size=found.size)
 
 
-__all__ = [
-    "DistributedPreprocessArguments",
-    "DistributedTrainingArguments",
-    "place_of_this_process",
-    "rank_zero_only",
-]
+__all__ = ["DistributedPreprocessArguments", "DistributedTrainingArguments", "place_of_this_process", "rank_zero_only"]

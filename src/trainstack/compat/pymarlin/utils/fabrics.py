@@ -1,4 +1,4 @@
-"""Which launcher has started this process, by the environment."""
+"""The launcher that has started this process, by the environment."""
 
 from __future__ import annotations
 

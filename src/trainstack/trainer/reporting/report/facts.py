@@ -27,8 +27,8 @@ class Session:
         first_step: global steps that were made before it.
         status: "finished", "stopped", "interrupted", "failed", or "running" until it has ended; so also for a process
             that was killed.
-        reason: why it did not finish, if that is known.
-        seconds: how long it took.
+        reason: the reason why it did not finish, if it is known.
+        seconds: its duration.
         last_step: global steps that were made when it ended.
         samples: at log points (global step, seconds since `began`, GiB of the host, GiB of the device or None), where
             memory is the most that was in use so far.
@@ -135,7 +135,7 @@ _DEEPEST = 40
 
 
 def _is_deep(values: Any) -> bool:
-    """Whether values lie so deep in others that functions that follow them would fail."""
+    """Whether values are nested so deeply that functions that follow them would fail."""
     level, depth = [values], 0
     while level and depth <= _DEEPEST:
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]

@@ -49,7 +49,7 @@ _MOST_CHECKPOINTS = 10
 
 
 def status_of(run: ReportedRun) -> Markup | None:
-    """How the newest session ended, as a badge; None if that is not known."""
+    """The end of the newest session, as a badge; None if it is not known."""
     if not run.facts.sessions:
         return None
     status = run.facts.sessions[-1].status
@@ -58,7 +58,7 @@ def status_of(run: ReportedRun) -> Markup | None:
 
 
 def duration(run: ReportedRun) -> str | None:
-    """How long all sessions took together, as far as they have ended; None for none. With the number of killed ones."""
+    """The time of all sessions that have ended, with the number of killed ones; None without a session."""
     sessions = run.facts.sessions
     known = [session.seconds for session in sessions if session.seconds is not None]
     killed = sum(session.status == "running" for session in sessions[:-1])
@@ -322,7 +322,7 @@ def _several(runs: Sequence[ReportedRun]) -> Markup:
 
 
 def _first_differences(runs: Sequence[ReportedRun]) -> Markup | None:
-    """Where each further run parts from the first, for those with step logs; None if there are no two."""
+    """The first difference of each further run from the first, by their step logs; None without two step logs."""
     folders = [(run.label, run.folder) for run in runs if run.folder is not None and ranks_of(run.folder)]
     rows = list[tuple[str, ...]]()
     for label, folder in folders[1:]:

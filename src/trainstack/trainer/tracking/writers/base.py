@@ -20,7 +20,7 @@ class RunInfo:
         resume_step: None for a fresh run; otherwise the run continues after that global step.
         records: gives the records that the run has made before, in order of arrival: those that the writer got up to
             `resume_step`. None for a fresh run.
-        log_dir: where the run's logs lie; it need not exist yet.
+        log_dir: the folder of the run's logs; it need not exist yet.
         config: arguments, plan and backend of the run, and the `hyperparameters` of the module, in values that JSON
             has.
     """
@@ -86,7 +86,7 @@ class Writer(ABC):
 
         Args:
             status: "finished"; "stopped", by `request_stop`; "interrupted", by a signal, to be resumed; or "failed".
-            reason: why it has not finished, if that is known.
+            reason: the reason why it has not finished, if it is known.
         """
 
     def close(self) -> None:  # noqa: B027 - a writer may have nothing to finish

@@ -32,7 +32,7 @@ from trainstack.trainer.tracking.writers.base import RunInfo, Writer
 
 
 class RowFormat(Protocol):
-    """How a record is written as one line."""
+    """The format of a record as one line."""
 
     header: bytes  # the first line; empty if the format has none
 

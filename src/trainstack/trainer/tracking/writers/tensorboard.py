@@ -277,7 +277,7 @@ def _next_name(files: Sequence[Path]) -> str:
 
 
 def _run_directory(directory: Path, *, fresh: bool) -> Path:
-    """Where the run's events go: `directory` for the first run in it, `run-<n>` for later ones."""
+    """The folder of the run's events: `directory` for the first run in it, `run-<n>` for later ones."""
     if not event_files(directory):
         return directory
     numbers = (folder.name[4:] for folder in directory.glob("run-*") if folder.is_dir())

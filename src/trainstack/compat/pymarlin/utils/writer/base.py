@@ -15,7 +15,7 @@ _log = logging.getLogger("trainstack")
 
 
 class WriterInitArguments(Mutable, WriterArguments):
-    """Where TensorBoard's files go. Other logs and the report go to the folder of the run.
+    """The folder of TensorBoard's files. Other logs and the report are in the folder of the run.
 
     Args:
         tb_log_dir: relative to the current folder, or to `tb_logpath_parent_env`. A run after the first one writes to a
