@@ -547,9 +547,8 @@ def _hash(what: str) -> int:
 
 def _flat(message: bytes | Tensor) -> Tensor:
     if isinstance(message, bytes):
-        return torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
-            : len(message)
-        ]  # frombuffer refuses b""
+        held = bytearray(message or b"\0")  # frombuffer refuses b""
+        return torch.frombuffer(held, dtype=torch.uint8)[: len(message)]
     return message
 
 
