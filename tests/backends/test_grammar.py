@@ -53,6 +53,11 @@ def test_every_wrong_string_is_answered_with_one_that_is_right(tokens: list[str]
     pytest.fail(f"the advice for {'-'.join(tokens)!r} never ends in a legal string: {spec!r}")
 
 
+def test_advice_does_not_remove_private_training() -> None:
+    with pytest.raises(ts.BackendSpecError, match=r"as in 'ddp-dp'\. Write 'sp-dp-bf16'"):
+        ts.parse_spec("fsdp-dp-bf16")
+
+
 def test_each_stack_has_one_spelling() -> None:
     legal = [spec for n in (1, 2, 3) for p in permutations(TOKENS, n) if (spec := "-".join(p)) in ts.legal_specs()]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from trainstack.replaying.comparison import Span, compare_to_tolerance, first_difference
-from trainstack.replaying.report import QUANTITIES
+from trainstack.replaying.report import QUANTITIES, ReplayReport
 from trainstack.step_log import ENTRY, Details, Flag
 
 NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000001))[0]
@@ -130,3 +131,11 @@ def test_the_global_loss_compares_different_numbers_of_ranks() -> None:
     difference, _ = compare_to_tolerance([log_of(loss={2: float("nan")})], halves, span, 1.0)
     assert difference is not None
     assert (difference.step, difference.quantity) == (2, "forward")
+
+
+def test_the_verdict_counts_steps_with_details() -> None:
+    report = ReplayReport(
+        run="a", backend="sp", nproc=1, first_step=1, last_step=6, began_from=None, mode="steps", details=1
+    )
+    assert report.verdict.endswith("random states of 1 step)")
+    assert replace(report, details=2).verdict.endswith("random states of 2 steps)")

@@ -83,7 +83,7 @@ class FSDP(JoinsProcesses):
         "parameters are gathered"
     )
     excludes: ClassVar[Mapping[str, str]] = {
-        "dp": "it clips the gradient of each record, which needs the whole gradient on every process."
+        "dp": "it clips the gradient of each record, which needs whole gradients on every process, as in 'ddp-dp'."
     }
     refuses_updates = "each pass of a sharded module sums gradients over the processes"
     refuses_closures = "each pass of a sharded module sums gradients over the processes"

@@ -134,7 +134,8 @@ def parse_spec(spec: str) -> tuple[LayerRecord, ...]:
     clash = _excluded(in_order)
     if clash is not None:
         one, other, reason = clash
-        fixed = _with_process([r for r in in_order if r is not other])
+        dropped = one if other.layer.private else other  # the advice must not remove a guarantee
+        fixed = _with_process([r for r in in_order if r is not dropped])
         raise BackendSpecError(
             f"backend {spec!r}: {one.token!r} does not work with {other.token!r}: {reason} Write {fixed!r}."
         )

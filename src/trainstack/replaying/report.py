@@ -115,7 +115,7 @@ class ReplayReport:
     def _compared(self) -> str:
         parts = ["losses, gradient norms, learning rates, samples"]
         if self.details:
-            parts.append(f"batches and random states of {self.details} steps")
+            parts.append(f"batches and random states of {self.details} step{'s' * (self.details > 1)}")
         if self.mode == "full":
             parts.append("gradients, weights and optimizer states of each step")
         if self.checkpoints:
