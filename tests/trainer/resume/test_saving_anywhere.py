@@ -37,6 +37,19 @@ class TestSavingInAUsersFolder:
         trainer.save_checkpoint(path=tmp_path / "mine" / "last")
         assert ts.read_checkpoint(tmp_path / "mine" / "last").global_step == 6
 
+    def test_a_save_that_is_not_due_says_so(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        saving = ts.DefaultCheckpointerArguments(every_n_epochs=2)
+        trainer = ts.Trainer(Classifier(), arguments(tmp_path, checkpointer_args=saving))
+
+        trainer.save_checkpoint()
+        assert "nothing: no checkpoint is due. To save now, write save_checkpoint(force" in caplog.text
+        assert not (tmp_path / "checkpoints").exists()
+
+        caplog.clear()
+        trainer.save_checkpoint(force=True)
+        assert "nothing" not in caplog.text
+        assert len(ts.list_checkpoints(tmp_path / "checkpoints")) == 1
+
     @pytest.mark.distributed
     def test_one_copy_is_written_for_the_world_or_each_node(self, tmp_path: Path) -> None:
         ranks = run_world(2, checkpoints.saves_on_nodes, directory=str(tmp_path))
