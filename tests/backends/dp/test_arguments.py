@@ -30,6 +30,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"noise_multiplier": 0.0, "max_epsilon": 2.0}, "without noise epsilon is infinite from the first step"),
     ({"sample_rate": 1.5}, r"sample_rate=1\.5: .*batch size / data set size"),
     ({"per_sample_max_grad_norm": 0.0}, r"per_sample_max_grad_norm=0\.0: write a number above 0"),
+    ({"per_sample_max_grad_norm": 1e-20}, "at least 1e-09, because float32 loses the squares"),
     ({"per_sample_max_grad_norm": "1"}, "per_sample_max_grad_norm='1': write a number above 0"),
     ({"per_sample_max_grad_norm": [1.0, math.nan], "clipping": "per_layer"}, "write a number above 0"),
     ({"per_sample_max_grad_norm": [1.0, 2.0]}, "Write clipping='per_layer', or one number"),

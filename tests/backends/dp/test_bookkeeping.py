@@ -134,6 +134,10 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "conv2d": (lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0)), lambda n: torch.randn(n, 3, 8, 7)),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), lambda n: torch.randn(n, 4, 6, 6)),
     "conv2d by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), lambda n: torch.randn(n, 4, 6, 6)),
+    "conv2d by channel, dilated": (
+        lambda: nn.Conv2d(2, 4, 3, groups=2, padding=1, dilation=2),
+        lambda n: torch.randn(n, 2, 7, 7),
+    ),
     "conv2d valid, dilated": (
         lambda: nn.Conv2d(2, 3, 2, padding="valid", dilation=2),
         lambda n: torch.randn(n, 2, 7, 7),
@@ -260,6 +264,22 @@ def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
     for record in x.split(1):
         mode.add(run, record, 1)
         assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_an_input_too_small_for_float32_to_square_is_clipped(positions: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(40, 30, bias=False)
+
+        def forward(self, stage: Any, global_step: int, batch: Tensor, device: torch.device) -> Tensor:
+            return (1e19 * self.mix(batch)[:, 0]).sum(1).mean()
+
+    module = Scaled()
+    mode = BookkeepingMode(module, trained(module), FlatClipper(1e-6))
+    mode.add(run, torch.full((2, positions, 40), 2e-23), 2)
+    assert 0 < float(mode.pop_sums()[0].norm()) <= 2e-6
 
 
 def test_norms_are_float32_under_autocast() -> None:

@@ -26,6 +26,8 @@ from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.custom_ops import OPERATORS, check_function, check_operator
 from trainstack.backends.dp.modes.layer_uses import FoldedUse, TransposedUse
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
+from trainstack.backends.dp.random_functions import COMPOSED, RANDOM_FUNCTIONS
+from trainstack.backends.dp.torch_names import pytree
 
 FLOATS_OF_COPIES = 1 << 25
 """Largest gradient of the copies of one parameter for all records: 128 MiB."""
@@ -36,6 +38,12 @@ class OpInterceptor(TorchFunctionMode):
 
     So if the graph of the losses leads to a trained parameter all the same, it was used in a way that is not known.
 
+    Args:
+        trained: the parameters.
+        names: of them.
+        records: of the `vmap`.
+        tracks_draws: whether `check_read` can tell values of the data from values that depend on random numbers.
+
     Attributes:
         uses: in the order of use.
         records: of the `vmap`.
@@ -44,10 +52,12 @@ class OpInterceptor(TorchFunctionMode):
 
     level: int
 
-    def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
+    def __init__(
+        self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int, *, tracks_draws: bool
+    ) -> None:
         super().__init__()
         self.uses: list[ParamUse] = []
-        self.records = records
+        self.records, self._tracks_draws = records, tracks_draws
         self.names = names
         self.level = 0
         self._number = {id(parameter): i for i, parameter in enumerate(trained)}
@@ -62,8 +72,44 @@ class OpInterceptor(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(func)
         kwargs = kwargs or {}
+        if not self._tracks_draws:
+            return self._call(func, args, kwargs)
+        given = pytree.tree_leaves((args, kwargs))
+        is_data = not _draws(func, args, kwargs) and not any(map(self._may_be_drawn, given))
+        found = self._call(func, args, kwargs)
+        if is_data:
+            self.mark_data(*given, *pytree.tree_leaves(found))
+        return found
+
+    def mark_data(self, *values: Any) -> None:
+        """Note that no random number of a record is in these values; a later write ends that."""
+        for value in values:
+            if isinstance(value, Tensor) and record_vmap.is_batched(value, self.level):
+                value._data_version = record_vmap.version(value)  # type: ignore[attr-defined]
+
+    def _may_be_drawn(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or record_vmap.is_shared(value):
+            return False
+        is_mine = record_vmap.is_batched(value, self.level)
+        return not is_mine or getattr(value, "_data_version", None) != record_vmap.version(value)
+
+    def check_read(self, tensor: Tensor) -> None:
+        """`tensor` is going to decide which records run together.
+
+        If it depended on random numbers, a record would get other ones wherever they agree by chance. How often they do
+        depends on the other records.
+
+        Raises:
+            RecordsDiverge: it may depend on them; without groups where this is not known.
+        """
+        if self.records > 1 and not self._tracks_draws:
+            raise record_vmap.RecordsDiverge([])
+        if self.records > 1 and self._may_be_drawn(tensor):
+            raise record_vmap.RecordsDiverge(list(torch.arange(self.records).split(1)))
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = _HANDLERS.get(func)
         if handler is None:
             if type(func) in OPERATORS:
                 check_operator(func)
@@ -481,6 +527,7 @@ def _read(ops: OpInterceptor, func: Any, tensor: Tensor, *args: Any) -> Any:
     """A number for Python, such as the condition of a branch: that of all records, if they agree."""
     if ops._is_parameter(tensor) or not record_vmap.is_batched(tensor, ops.level):
         return func(tensor, *args)
+    ops.check_read(tensor)
     with record_vmap.outside_vmap():
         physical = ops.physical(tensor).detach()
         record_vmap.require_agreement(physical)
@@ -492,6 +539,7 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
     is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() > 0
     if not is_mask or not record_vmap.is_batched(index, ops.level) or ops._is_parameter(tensor):
         return _other(ops, func, (tensor, index), {})
+    ops.check_read(index)
     with record_vmap.outside_vmap():
         mask, physical = ops.physical(index), ops.physical(tensor)
         counts = mask.flatten(1).sum(1, keepdim=True)
@@ -499,6 +547,13 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
         found = physical[mask]
         found = found.view(ops.records, int(counts[0]), *found.shape[1:])
     return ops.wrap(found)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function may draw random numbers."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p") or args[4:5] not in ((), (0.0,)))
+    return func in RANDOM_FUNCTIONS or func in COMPOSED or func is custom_function_call
 
 
 _METHODS: tuple[str, ...] = (

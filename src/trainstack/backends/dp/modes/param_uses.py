@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from trainstack.backends.dp.arguments import SMALLEST_LIMIT
+
 
 class ParamUse(ABC):
     """One use of a weight, a bias or both.
@@ -167,7 +169,7 @@ class ProductUse(DirectUse):
             positions = a.shape[1]
             if positions == 1:
                 own = squared_norms(g[:, 0]) if self.bias is None else found[self.bias]
-                found[self.weight] = squared_norms(a[:, 0]) * own
+                found[self.weight] = _with_lost(squared_norms(a[:, 0]), own, a, g)
             elif 2 * positions * positions <= a.shape[2] * g.shape[2]:
                 found[self.weight] = squared_norms_by_position(a, g)
             else:
@@ -288,7 +290,7 @@ class ConvUse(DirectUse):
             moves = [step * stride for step, stride in zip(steps[3:-1], self._stride, strict=False)] + [steps[2]]
             inner = [step * dilation for step, dilation in zip(steps[3:-1], self._dilation, strict=False)]
             kernel = kernel[:-1]
-        patches = torch.as_strided(x, (*front, *output, *kernel, channels), (*steps[:2], *moves, *inner, 1))
+        patches = torch.as_strided(x, (*front, *output, *kernel, channels), (*steps[:2], *moves, *inner, steps[-1]))
         return patches.reshape(*front, positions, -1)
 
 
@@ -343,4 +345,21 @@ def squared_norms_by_position(a: Tensor, g: Tensor) -> Tensor:
     lengths = inputs.diagonal(dim1=1, dim2=2) * gradients.diagonal(dim1=1, dim2=2)
     longest = lengths.clamp(min=0.0).sqrt().sum(1).square()
     squares: Tensor = torch.linalg.vecdot(inputs.flatten(1), gradients.flatten(1))
-    return torch.maximum(squares, _EXACT * longest)
+    traces = inputs.diagonal(dim1=1, dim2=2).sum(1), gradients.diagonal(dim1=1, dim2=2).sum(1)
+    return _with_lost(*traces, a, g, torch.maximum(squares, _EXACT * longest))
+
+
+def _with_lost(inputs: Tensor, gradients: Tensor, a: Tensor, g: Tensor, squares: Tensor | None = None) -> Tensor:
+    """Squared norms, larger by the digits that they may lack because float32 has no squares of numbers below 1e-19.
+
+    A record whose input is that small, with a gradient of 1e19, would otherwise be clipped too little.
+
+    Args:
+        inputs, gradients: the squared norms of `a` and of `g`, `(records,)`.
+        a, g: `(records, positions, width)`.
+        squares: those of the sum of their products; by default the products of the two.
+    """
+    squares = inputs * gradients if squares is None else squares
+    tiny = float(torch.finfo(torch.float32).tiny) * a.shape[1]
+    lost = tiny * a.shape[2] * gradients + tiny * g.shape[2] * inputs
+    return torch.where(lost > 1e-7 * squares.clamp(min=SMALLEST_LIMIT**2), squares + lost, squares)
