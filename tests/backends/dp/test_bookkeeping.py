@@ -243,7 +243,8 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
         mode.add(run, torch.randn(3, 4), 3)
 
 
-def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
+@pytest.mark.parametrize("apart", [1e-4, 1.5, 3.0])
+def test_records_with_cancelling_gradients_are_clipped_to_the_limit(apart: float) -> None:
     """The positions' gradients cancel, so that the products of which the norm is the sum are far larger than it."""
     torch.manual_seed(0)
     limit = 1.0
@@ -259,11 +260,11 @@ def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
             return (3e3 * y * signs).sum((1, 2)).mean()
 
     module = Cancelling()
-    x = 1e2 * torch.randn(1, 1, 64).expand(8, 2, 64) + 1e-4 * torch.randn(8, 2, 64)
+    x = 1e2 * torch.randn(8, 1, 64) + apart * torch.randn(8, 2, 64)
     mode = BookkeepingMode(module, trained(module), FlatClipper(limit))
     for record in x.split(1):
         mode.add(run, record, 1)
-        assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 1e-3)
+        assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 5e-6)
 
 
 @pytest.mark.parametrize("positions", [1, 3])
@@ -274,7 +275,7 @@ def test_an_input_too_small_for_float32_to_square_is_clipped(positions: int) -> 
             self.mix = nn.Linear(40, 30, bias=False)
 
         def forward(self, stage: Any, global_step: int, batch: Tensor, device: torch.device) -> Tensor:
-            return (1e19 * self.mix(batch)[:, 0]).sum(1).mean()
+            return (1e18 * self.mix(batch)[:, 0]).sum(1).mean()
 
     module = Scaled()
     mode = BookkeepingMode(module, trained(module), FlatClipper(1e-6))
