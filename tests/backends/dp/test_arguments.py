@@ -7,12 +7,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_plan
 from trainstack.backends.dp import DifferentialPrivacyArguments, calibrate_noise, epsilon_of, plan_privacy
 from trainstack.backends.dp.arguments import check_delta_for
+from trainstack.backends.dp.clipping import AdaptiveClipper
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.errors import ConfigurationError
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -57,6 +60,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_a_mistake_is_answered_with_a_correction(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DifferentialPrivacyArguments(**{"delta": 1e-5, "noise_multiplier": 1.0, **given})
+
+
+def test_an_adaptive_limit_stays_above_the_smallest_one() -> None:
+    plan, args = make_plan(noise_multiplier=1.0, clipping="adaptive")
+    clipper = AdaptiveClipper(1.05e-9)
+    Telemetry(args, plan, clipper, one_by_one=True).release(torch.tensor([1.0]))  # no record is clipped
+    assert clipper.limit == 1e-9
 
 
 def test_delta_is_asked_for_when_nothing_is_given() -> None:

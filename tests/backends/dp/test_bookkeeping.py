@@ -14,6 +14,7 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
+from trainstack.backends.dp.modes.param_uses import ProductUse
 from trainstack.backends.dp.modes.selection import choose_mode
 
 
@@ -268,19 +269,11 @@ def test_records_with_cancelling_gradients_are_clipped_to_the_limit(apart: float
 
 
 @pytest.mark.parametrize("positions", [1, 3])
-def test_an_input_too_small_for_float32_to_square_is_clipped(positions: int) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(40, 30, bias=False)
-
-        def forward(self, stage: Any, global_step: int, batch: Tensor, device: torch.device) -> Tensor:
-            return (1e18 * self.mix(batch)[:, 0]).sum(1).mean()
-
-    module = Scaled()
-    mode = BookkeepingMode(module, trained(module), FlatClipper(1e-6))
-    mode.add(run, torch.full((2, positions, 40), 2e-23), 2)
-    assert 0 < float(mode.pop_sums()[0].norm()) <= 2e-6
+def test_inputs_too_small_for_float32_to_square_have_a_norm(positions: int) -> None:
+    use = ProductUse(0, None)
+    use.keep(torch.full((1, positions, 40), 2e-23))
+    use.receive(torch.full((1, positions, 30), 1e18), 1)
+    assert float(use.squares()[0]) >= (positions * 2e-5 * 1200**0.5) ** 2
 
 
 def test_norms_are_float32_under_autocast() -> None:

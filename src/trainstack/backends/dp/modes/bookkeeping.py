@@ -52,7 +52,7 @@ class BookkeepingMode(GradientMode):
                 "of torch that trainstack names."
             )
         self._parts = tuple(module.modules())
-        self._tracks_draws = False  # costs some microseconds for each call, and only code that reads values needs it
+        self._tracks_draws = False  # which costs microseconds a call, before any code reads a value
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         self._check_hooks()

@@ -38,16 +38,11 @@ class OpInterceptor(TorchFunctionMode):
 
     So if the graph of the losses leads to a trained parameter all the same, it was used in a way that is not known.
 
-    Args:
-        trained: the parameters.
-        names: of them.
-        records: of the `vmap`.
-        tracks_draws: whether `check_read` can tell values of the data from values that depend on random numbers.
-
     Attributes:
         uses: in the order of use.
         records: of the `vmap`.
         level: its number, see `record_vmap`.
+        tracks_draws: whether `check_read` can tell values of the data from those that depend on random numbers.
     """
 
     level: int
@@ -57,8 +52,7 @@ class OpInterceptor(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.uses: list[ParamUse] = []
-        self.records, self._tracks_draws = records, tracks_draws
-        self.names = names
+        self.records, self.tracks_draws, self.names = records, tracks_draws, names
         self.level = 0
         self._number = {id(parameter): i for i, parameter in enumerate(trained)}
         self._trained = trained
@@ -73,7 +67,7 @@ class OpInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._tracks_draws:
+        if not self.tracks_draws:
             return self._call(func, args, kwargs)
         given = pytree.tree_leaves((args, kwargs))
         is_data = not _draws(func, args, kwargs) and not any(map(self._may_be_drawn, given))
@@ -95,18 +89,12 @@ class OpInterceptor(TorchFunctionMode):
         return not is_mine or getattr(value, "_data_version", None) != record_vmap.version(value)
 
     def check_read(self, tensor: Tensor) -> None:
-        """`tensor` is going to decide which records run together.
+        """`tensor` decides which records run together: raise `RecordsDiverge` if it may depend on random numbers.
 
-        If it depended on random numbers, a record would get other ones wherever they agree by chance. How often they do
-        depends on the other records.
-
-        Raises:
-            RecordsDiverge: it may depend on them; without groups where this is not known.
+        A record would draw others unless it agrees with other records by chance, and would so depend on them.
         """
-        if self.records > 1 and not self._tracks_draws:
-            raise record_vmap.RecordsDiverge([])
-        if self.records > 1 and self._may_be_drawn(tensor):
-            raise record_vmap.RecordsDiverge(list(torch.arange(self.records).split(1)))
+        if self.records > 1 and (not self.tracks_draws or self._may_be_drawn(tensor)):
+            raise record_vmap.RecordsDiverge([*torch.arange(self.records).split(1)] if self.tracks_draws else [])
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = _HANDLERS.get(func)
