@@ -225,7 +225,7 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
     several = isinstance(norms, Sequence) and not isinstance(norms, str)
     for norm in norms if several else (norms,):  # type: ignore[union-attr]
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if not (is_number and math.isfinite(norm) and norm >= SMALLEST_LIMIT):
+        if not (is_number and SMALLEST_LIMIT <= norm < math.inf):  # type: ignore[operator]
             raise ConfigurationError(
                 f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer; at least "
                 f"{SMALLEST_LIMIT:g}, because float32 loses the squares of tiny gradients. It limits the part of a "

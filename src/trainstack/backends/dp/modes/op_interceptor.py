@@ -94,7 +94,7 @@ class OpInterceptor(TorchFunctionMode):
         A record would draw others unless it agrees with other records by chance, and would so depend on them.
         """
         if self.records > 1 and (not self.tracks_draws or self._may_be_drawn(tensor)):
-            raise record_vmap.RecordsDiverge([*torch.arange(self.records).split(1)] if self.tracks_draws else [])
+            raise record_vmap.RecordsDiverge([*torch.arange(self.records)[:, None]] if self.tracks_draws else [])
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         handler = _HANDLERS.get(func)
