@@ -541,7 +541,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function may draw random numbers."""
     if func is F.scaled_dot_product_attention:
         return bool(kwargs.get("dropout_p") or args[4:5] not in ((), (0.0,)))
-    return func in RANDOM_FUNCTIONS or func in COMPOSED or func is custom_function_call
+    return func in RANDOM_FUNCTIONS or func in COMPOSED or func is custom_function_call or type(func) in OPERATORS
 
 
 _METHODS: tuple[str, ...] = (
