@@ -146,10 +146,6 @@ class ForwardRandomness:
         self._check = _DrawCheck(self)
         self._step = self._done = self._drawn = 0
         self._step_key, self._pass_bits, self._is_first = b"", np.random.SFC64(0), True
-        self.runs_alike = True
-        """Whether the generators of Python and numpy give each pass of a step the same numbers. A pass may run several
-        records, and which ones may depend on their values. Other numbers in each pass would make the numbers of a
-        record depend on the other records. A mode that runs each record alone needs no such rule."""
         self.markers: list[tuple[torch.Generator, int]] = []
         """The generators of torch that may be drawn from, each with its `initial_seed`."""
 
@@ -165,29 +161,24 @@ class ForwardRandomness:
                 self._process, self._step = os.getpid(), 0
             if step != self._step:
                 self._step, self._step_key = step, self._bits.random_raw(4).tobytes()
-            return partial(self._run_alike if self.runs_alike else self._run_checked, run), batch
+            return partial(self._run_alike, run), batch
         drawn = self._records(step)
         if step != self._step or self._done == self._drawn:  # an audit takes the same step again
             self._step, self._done, self._drawn = step, 0, len(drawn)
         index = drawn[self._done : self._done + records]
         self._done += records
 
-        def run_seeded(model: nn.Module, batch: Any) -> Any:
-            self._seed_python()  # the same for each record, or all that run at once
-            return self._run_checked(run, model, batch)
-
         self._bits = self._streams.at("forward", step)
         self._step_key = self._bits.random_raw(4).tobytes()
-        return self._record_streams.attach(run_seeded, batch, index, step)
+        return self._record_streams.attach(partial(self._run_alike, run), batch, index, step)
 
     def _run_alike(self, run: Run, model: nn.Module, batch: Any) -> Any:
+        """With the same numbers of Python and numpy in each pass of a step: which records a pass runs may depend on
+        other records."""
         if not self._is_first:
             self._check_python()
             self._seed_python()
         self._is_first = False
-        return self._run_checked(run, model, batch)
-
-    def _run_checked(self, run: Run, model: nn.Module, batch: Any) -> Any:
         with self._check:  # here alone, since a mode costs about a microsecond for each call of torch
             return run(model, batch)
 
@@ -223,10 +214,8 @@ class ForwardRandomness:
 
     def _seed_python(self) -> None:
         """Seed the generators of Python and numpy, those of the module too."""
-        bits = self._bits
-        if self.runs_alike:
-            bits = self._pass_bits
-            set_bits(bits, self._step_key)
+        bits = self._pass_bits
+        set_bits(bits, self._step_key)
         _seed_random(int.from_bytes(bits.random_raw(4).tobytes(), "little"))
         self._kept = random._inst.gauss_next = _Kept(random.gauss(0.0, 1.0))  # type: ignore[attr-defined]
         set_bits(self._numpy, bits.random_raw(4).tobytes())

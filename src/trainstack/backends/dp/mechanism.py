@@ -16,7 +16,6 @@ from trainstack.backends.dp.epsilon import Entry
 from trainstack.backends.dp.forward_randomness import ForwardRandomness
 from trainstack.backends.dp.initial_weights import origin_in_process
 from trainstack.backends.dp.modes.base import GradientMode, Run, shorten, split_like
-from trainstack.backends.dp.modes.loop import LoopMode
 from trainstack.backends.dp.modes.probing import WriteDetector
 from trainstack.backends.dp.randomness import Randomness
 from trainstack.backends.dp.sampling import PoissonSampling, count_records
@@ -87,7 +86,6 @@ class Mechanism:
         self._is_noted = False
         self.on_begin: Callable[[], None] = lambda: None
         self._forward_randomness = forward_randomness
-        forward_randomness.runs_alike = not isinstance(mode, LoopMode) or args.debug_seed is not None
         self._write_detector = WriteDetector(mode.module)
         self.telemetry = Telemetry(args, accountant.plan, mode.clipper, one_by_one=mode.one_by_one)
         mode.observer = self.telemetry.observe if self.telemetry.is_observing else None

@@ -170,7 +170,8 @@ class ProductUse(DirectUse):
             positions = a.shape[1]
             if positions == 1:
                 own = squared_norms(g[:, 0]) if self.bias is None else found[self.bias]
-                found[self.weight] = _with_lost(squared_norms(a[:, 0]), own, a, g)
+                inputs = squared_norms(a[:, 0])
+                found[self.weight] = _with_lost(inputs * own, inputs, own, a, g)
             elif 2 * positions * positions <= a.shape[2] * g.shape[2]:
                 found[self.weight] = squared_norms_by_position(a, g)
             else:
@@ -351,20 +352,15 @@ def squared_norms_by_position(a: Tensor, g: Tensor) -> Tensor:
     size_a, size_g = (torch.minimum(size, trace) for size, trace in zip(sizes, (of_a, of_g), strict=True))
     terms = of_a * size_g + of_g * size_a
     squares: Tensor = torch.linalg.vecdot(inputs, gradients) + _ROUNDING * terms
-    return _with_lost(of_a, of_g, a, g, torch.maximum(squares, _EXACT * longest))
+    return _with_lost(torch.maximum(squares, _EXACT * longest), of_a, of_g, a, g)
 
 
-def _with_lost(inputs: Tensor, gradients: Tensor, a: Tensor, g: Tensor, squares: Tensor | None = None) -> Tensor:
-    """Squared norms, larger by the digits that they may lack because float32 has no squares of numbers below 1e-19.
+def _with_lost(squares: Tensor, inputs: Tensor, gradients: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """`squares`, larger by what they may lack because float32 has no squares of numbers below 1e-19.
 
-    A record whose input is that small, with a gradient of 1e19, would otherwise be clipped too little.
-
-    Args:
-        inputs, gradients: the squared norms of `a` and of `g`, `(records,)`.
-        a, g: `(records, positions, width)`.
-        squares: those of the sum of their products; by default the products of the two.
+    A record with so small an input and a gradient of 1e19 would otherwise be clipped too little. `inputs` and
+    `gradients` are the squared norms of `a` and `g`, `(records, positions, width)`.
     """
-    squares = inputs * gradients if squares is None else squares
     tiny = float(torch.finfo(torch.float32).tiny) * a.shape[1]
     lost = tiny * a.shape[2] * gradients + tiny * g.shape[2] * inputs
     return torch.where(lost > 1e-7 * squares.clamp(min=SMALLEST_LIMIT**2), squares + lost, squares)
