@@ -43,7 +43,7 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         target_epsilon: the noise is calibrated so that all planned steps together stay within it.
         max_epsilon: training stops before the step that would exceed it; by default `target_epsilon`, and without one,
             never.
-        per_sample_max_grad_norm: C, at least 1e-9, to which the gradient of each record is clipped. A sequence gives one
+        per_sample_max_grad_norm: C, at least 1e-9: the gradient of each record is clipped to it. A sequence gives one
             number a layer and needs `clipping="per_layer"`.
         sample_rate: derived as batch size / number of records. PyMarlin's name; refused where it says something else.
         clipping: `"flat"` clips the whole gradient; `"per_layer"` each layer's; `"automatic"` divides by the norm
