@@ -7,12 +7,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.backends.dp.support import make_plan
 from trainstack.backends.dp import DifferentialPrivacyArguments, calibrate_noise, epsilon_of, plan_privacy
 from trainstack.backends.dp.arguments import check_delta_for
+from trainstack.backends.dp.clipping import AdaptiveClipper
+from trainstack.backends.dp.telemetry import Telemetry
 from trainstack.errors import ConfigurationError
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -30,6 +33,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"noise_multiplier": 0.0, "max_epsilon": 2.0}, "without noise epsilon is infinite from the first step"),
     ({"sample_rate": 1.5}, r"sample_rate=1\.5: .*batch size / data set size"),
     ({"per_sample_max_grad_norm": 0.0}, r"per_sample_max_grad_norm=0\.0: write a number above 0"),
+    ({"per_sample_max_grad_norm": 1e-20}, "at least 1e-09, because float32 loses the squares"),
     ({"per_sample_max_grad_norm": "1"}, "per_sample_max_grad_norm='1': write a number above 0"),
     ({"per_sample_max_grad_norm": [1.0, math.nan], "clipping": "per_layer"}, "write a number above 0"),
     ({"per_sample_max_grad_norm": [1.0, 2.0]}, "Write clipping='per_layer', or one number"),
@@ -56,6 +60,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 def test_a_mistake_is_answered_with_a_correction(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         DifferentialPrivacyArguments(**{"delta": 1e-5, "noise_multiplier": 1.0, **given})
+
+
+def test_an_adaptive_limit_stays_above_the_smallest_one() -> None:
+    plan, args = make_plan(noise_multiplier=1.0, clipping="adaptive")
+    clipper = AdaptiveClipper(1.05e-9)
+    Telemetry(args, plan, clipper, one_by_one=True).release(torch.tensor([1.0]))  # no record is clipped
+    assert clipper.limit == 1e-9
 
 
 def test_delta_is_asked_for_when_nothing_is_given() -> None:

@@ -14,6 +14,7 @@ from trainstack.backends.dp.clipping import FlatClipper
 from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.bookkeeping import BookkeepingMode
 from trainstack.backends.dp.modes.loop import LoopMode
+from trainstack.backends.dp.modes.param_uses import ProductUse
 from trainstack.backends.dp.modes.selection import choose_mode
 
 
@@ -134,6 +135,10 @@ LAYERS: dict[str, tuple[Any, Any]] = {
     "conv2d": (lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0)), lambda n: torch.randn(n, 3, 8, 7)),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), lambda n: torch.randn(n, 4, 6, 6)),
     "conv2d by channel": (lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), lambda n: torch.randn(n, 4, 6, 6)),
+    "conv2d by channel, dilated": (
+        lambda: nn.Conv2d(2, 4, 3, groups=2, padding=1, dilation=2),
+        lambda n: torch.randn(n, 2, 7, 7),
+    ),
     "conv2d valid, dilated": (
         lambda: nn.Conv2d(2, 3, 2, padding="valid", dilation=2),
         lambda n: torch.randn(n, 2, 7, 7),
@@ -239,7 +244,8 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
         mode.add(run, torch.randn(3, 4), 3)
 
 
-def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
+@pytest.mark.parametrize("apart", [1e-4, 1.5, 3.0])
+def test_records_with_cancelling_gradients_are_clipped_to_the_limit(apart: float) -> None:
     """The positions' gradients cancel, so that the products of which the norm is the sum are far larger than it."""
     torch.manual_seed(0)
     limit = 1.0
@@ -255,11 +261,19 @@ def test_records_with_cancelling_gradients_are_clipped_to_the_limit() -> None:
             return (3e3 * y * signs).sum((1, 2)).mean()
 
     module = Cancelling()
-    x = 1e2 * torch.randn(1, 1, 64).expand(8, 2, 64) + 1e-4 * torch.randn(8, 2, 64)
+    x = 1e2 * torch.randn(8, 1, 64) + apart * torch.randn(8, 2, 64)
     mode = BookkeepingMode(module, trained(module), FlatClipper(limit))
     for record in x.split(1):
         mode.add(run, record, 1)
-        assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 1e-3)
+        assert float(mode.pop_sums()[0].norm()) <= limit * (1 + 5e-6)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_inputs_too_small_for_float32_to_square_have_a_norm(positions: int) -> None:
+    use = ProductUse(0, None)
+    use.keep(torch.full((1, positions, 40), 2e-23))
+    use.receive(torch.full((1, positions, 30), 1e18), 1)
+    assert float(use.squares()[0]) >= (positions * 2e-5 * 1200**0.5) ** 2
 
 
 def test_norms_are_float32_under_autocast() -> None:

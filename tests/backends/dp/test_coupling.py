@@ -240,3 +240,35 @@ def test_an_observer_sees_the_losses_and_norms_of_all_records(mode: str) -> None
         gradients = torch.autograd.grad(loss, trained(module))
         torch.testing.assert_close(norms[i], torch.cat([g.flatten() for g in gradients]).norm())
     assert not losses.requires_grad
+
+
+DRAWN: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
+    "a number": (True, lambda x: (torch.rand(()) < 2) & (x.sum() < 1e9)),
+    "a write through a view": (True, lambda x: [y := x * 1, y[0, :2].mul_(torch.rand(2)), y.sum() < 1e9][-1]),
+    "dropout": (True, lambda x: F.dropout(x).sum() < 1e9),
+    "dropout in place": (True, lambda x: F.dropout(x.clone(), 0.5, inplace=True).sum() < 1e9),
+    "a list": (True, lambda x: torch.cat([x, torch.randn_like(x)]).sum() < 1e9),
+    "an autograd function": (True, lambda x: Doubled.apply(x).sum() < 1e9),
+    "an operator": (True, lambda x: torch.ops.aten.rand_like(x).sum() < 1e9),
+    "an initializer": (True, lambda x: nn.init.normal_(torch.empty_like(x)).sum() < 1e9),
+    "fractional pooling": (True, lambda x: F.fractional_max_pool2d(x[None].expand(1, 4, 5), 2, 2).sum() < 1e9),
+    "a mask": (True, lambda x: x[torch.rand_like(x) < 2].sum()),
+    "data": (False, lambda x: [F.dropout(x), x.abs().sum() < 1e9][-1]),
+    "data after dropout without effect": (False, lambda x: F.dropout(x, 0.0).abs().sum() < 1e9),
+    "data in place": (False, lambda x: x.clone().abs_().sum() < 1e9),
+}
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_a_value_with_random_numbers_never_decides_which_records_run_together(what: str) -> None:
+    """Else a record draws again only if values differ: `torch.rand(()) < 0.1` was True for 1 % of 64 records."""
+    passes = []
+
+    def decided(module: Any, x: Tensor) -> Tensor:
+        value = DRAWN[what][1](x)
+        passes.append(value.dtype is torch.bool and bool(value))
+        return module.plain(x)
+
+    module = Written(decided)
+    BookkeepingMode(module, trained(module), FlatClipper(1.0)).add(run, vectors(6), 6)
+    assert len(passes) == (6 if DRAWN[what][0] else 1)

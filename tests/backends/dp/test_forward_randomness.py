@@ -187,6 +187,25 @@ def test_seeds_of_the_script_do_not_determine_the_masks(mode: str, dataset: Any,
     assert float((sums[0] - sums[1]).norm()) > 0.01
 
 
+@pytest.mark.parametrize(("mode", "passes"), [("bookkeeping", 4), ("vmap", 4), ("loop", 20)])
+def test_micro_batches_have_equal_numbers_of_python_and_numpy(mode: str, passes: int, tmp_path: Path) -> None:
+    """A record that is left out moves others to another micro-batch, which must not change their numbers."""
+    seen: list[tuple[float, ...]] = []
+
+    class Mixed(Recorded):
+        own = np.random.default_rng(0)
+
+        def train_step(self, global_step: int, batch: Any, device: Any) -> Any:
+            seen.append((global_step, random.random(), np.random.rand(), self.own.random()))
+            return super().train_step(global_step, batch, device)
+
+    step_of(Mixed(numbers(20)), tmp_path, secret(mode, debug_seed=None), gpu_batch_size_limit=6, epochs=3)
+    second, third = ([drawn[1:] for drawn in seen if drawn[0] == step] for step in (2, 3))
+    assert len(second) == len(third) == passes
+    assert len(set(second)) == len(set(third)) == 1
+    assert not {*second[0]} & {*third[0]}
+
+
 class SeedsInHooks(Recorded):
     """Seeds all generators in each hook, and holds one with a constant seed."""
 

@@ -28,6 +28,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "on_unsafe": ("error", "report"),
 }
 
+SMALLEST_LIMIT = 1e-9
+"""Clipping norm down to which the norms of gradients have all digits: float32 has no squares of numbers below 1e-19."""
+
 
 @explain_frozen
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +43,8 @@ class DifferentialPrivacyArguments(metaclass=SuggestsNames):
         target_epsilon: the noise is calibrated so that all planned steps together stay within it.
         max_epsilon: training stops before the step that would exceed it; by default `target_epsilon`, and without one,
             never.
-        per_sample_max_grad_norm: C, to which the gradient of each record is clipped. A sequence gives one number a
-            layer and needs `clipping="per_layer"`.
+        per_sample_max_grad_norm: C, at least 1e-9: the gradient of each record is clipped to it. A sequence gives one
+            number a layer and needs `clipping="per_layer"`.
         sample_rate: derived as batch size / number of records. PyMarlin's name; refused where it says something else.
         clipping: `"flat"` clips the whole gradient; `"per_layer"` each layer's; `"automatic"` divides by the norm
             instead; `"adaptive"` moves C towards `target_quantile` of the norms, which costs noise, not epsilon.
@@ -221,10 +224,12 @@ def _check_clipping(args: DifferentialPrivacyArguments) -> None:
     norms = args.per_sample_max_grad_norm
     several = isinstance(norms, Sequence) and not isinstance(norms, str)
     for norm in norms if several else (norms,):  # type: ignore[union-attr]
-        if isinstance(norm, bool) or not isinstance(norm, int | float) or not (norm > 0 and math.isfinite(norm)):
+        is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
+        if not (is_number and SMALLEST_LIMIT <= norm < math.inf):  # type: ignore[operator]
             raise ConfigurationError(
-                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer. It limits "
-                "the part of a single record, which the noise has to hide."
+                f"per_sample_max_grad_norm={norms!r}: write a number above 0, or one for each layer; at least "
+                f"{SMALLEST_LIMIT:g}, because float32 loses the squares of tiny gradients. It limits the part of a "
+                "single record, which the noise has to hide."
             )
     if several and (args.clipping != "per_layer" or not norms):
         raise ConfigurationError(

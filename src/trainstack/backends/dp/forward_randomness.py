@@ -133,7 +133,9 @@ class ForwardRandomness:
         records: Callable[[int], torch.Tensor],
     ) -> None:
         self._device, self._streams, self._records = device, streams, records
-        self._own = module_generators(module)
+        own = module_generators(module)
+        self._own = [one for one in own if isinstance(one, torch.Generator)]
+        self._shared = [one for one in own if not isinstance(one, torch.Generator)]
         self._bits, self._numpy = np.random.SFC64(0), _NumpyBits()
         self._process = -1  # in which the generators have got a secret
         self._kept = _Kept()
@@ -143,6 +145,7 @@ class ForwardRandomness:
         self._outer_seeds: list[Any] = []
         self._check = _DrawCheck(self)
         self._step = self._done = self._drawn = 0
+        self._step_key, self._pass_bits, self._is_first = b"", np.random.SFC64(0), True
         self.markers: list[tuple[torch.Generator, int]] = []
         """The generators of torch that may be drawn from, each with its `initial_seed`."""
 
@@ -155,22 +158,27 @@ class ForwardRandomness:
         if self._record_streams is None:
             if self._process != os.getpid():  # a forked process has the secret of its parent
                 set_bits(self._bits, os.urandom(32))
-                self._process = os.getpid()
-            return partial(self._run_checked, run), batch
+                self._process, self._step = os.getpid(), 0
+            if step != self._step:
+                self._step, self._step_key = step, self._bits.random_raw(4).tobytes()
+            return partial(self._run_alike, run), batch
         drawn = self._records(step)
         if step != self._step or self._done == self._drawn:  # an audit takes the same step again
             self._step, self._done, self._drawn = step, 0, len(drawn)
         index = drawn[self._done : self._done + records]
         self._done += records
 
-        def run_seeded(model: nn.Module, batch: Any) -> Any:
-            self._seed_python(self._streams.at("forward", step))  # the same for each record, or all that run at once
-            return self._run_checked(run, model, batch)
-
         self._bits = self._streams.at("forward", step)
-        return self._record_streams.attach(run_seeded, batch, index, step)
+        self._step_key = self._bits.random_raw(4).tobytes()
+        return self._record_streams.attach(partial(self._run_alike, run), batch, index, step)
 
-    def _run_checked(self, run: Run, model: nn.Module, batch: Any) -> Any:
+    def _run_alike(self, run: Run, model: nn.Module, batch: Any) -> Any:
+        """With the same numbers of Python and numpy in each pass of a step: which records a pass runs may depend on
+        other records."""
+        if not self._is_first:
+            self._check_python()
+            self._seed_python()
+        self._is_first = False
         with self._check:  # here alone, since a mode costs about a microsecond for each call of torch
             return run(model, batch)
 
@@ -195,20 +203,28 @@ class ForwardRandomness:
         default = torch.default_generator
         self._torch.marker = set_torch_state(default, bits)
         self.markers = [(default, self._torch.marker)]
-        self._seed_python(bits)
+        self._seed_python()
+        self._is_first = True
         for generator in device_generators(self._device):
             generator.manual_seed(int(bits.random_raw(1).view(np.int64)[0]))
             self.markers.append((generator, generator.initial_seed()))
         for generator in self._own:
             seed_from(generator, bits)
-            if isinstance(generator, torch.Generator):
-                self.markers.append((generator, generator.initial_seed()))
+            self.markers.append((generator, generator.initial_seed()))
 
-    def _seed_python(self, bits: np.random.SFC64) -> None:
-        """Seed the generators of Python and numpy."""
+    def _seed_python(self) -> None:
+        """Seed the generators of Python and numpy, those of the module too."""
+        bits = self._pass_bits
+        set_bits(bits, self._step_key)
         _seed_random(int.from_bytes(bits.random_raw(4).tobytes(), "little"))
         self._kept = random._inst.gauss_next = _Kept(random.gauss(0.0, 1.0))  # type: ignore[attr-defined]
         set_bits(self._numpy, bits.random_raw(4).tobytes())
+        for generator in self._shared:
+            seed_from(generator, bits)
+
+    def _check_python(self) -> None:
+        if random._inst.gauss_next is not self._kept and not self._kept.used:  # type: ignore[attr-defined]
+            raise PrivacyError(f"train_step seeds Python's random numbers. {_INSTEAD}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -219,12 +235,12 @@ class ForwardRandomness:
         for (place, name, _), function in zip(_SEEDS, self._outer_seeds, strict=True):
             setattr(place, name, function)
         _set_bits(self._outer_bits)
-        inst: Any = random._inst
-        kept, inst.gauss_next = inst.gauss_next, None  # no state that is captured outside holds an object of ours
-        if error is None:
-            self.check()
-            if kept is not self._kept and not self._kept.used:
-                raise PrivacyError(f"train_step seeds Python's random numbers. {_INSTEAD}")
+        try:
+            if error is None:
+                self.check()
+                self._check_python()
+        finally:
+            random._inst.gauss_next = None  # type: ignore[attr-defined]  # no state outside holds an object of ours
 
     def check(self) -> None:
         """Refuse a generator of torch that was seeded in the block.

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class NumberSource(Protocol):
@@ -263,6 +263,9 @@ UNHANDLED = {
     torch.feature_dropout_,
     torch.feature_alpha_dropout_,
     Tensor.geometric_,
+    *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_),  # a mode sees the calls within all others
+    *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
+    *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
 }
 """Functions that draw, for which there is no arithmetic here."""
 

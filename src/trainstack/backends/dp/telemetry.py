@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainstack.backends.base import Window
-from trainstack.backends.dp.arguments import DifferentialPrivacyArguments, PrivacyPlan
+from trainstack.backends.dp.arguments import SMALLEST_LIMIT, DifferentialPrivacyArguments, PrivacyPlan
 from trainstack.backends.dp.clipping import AdaptiveClipper, Clipper
 from trainstack.backends.dp.modes.base import GradientMode, Run
 from trainstack.errors import PrivacyError
@@ -186,7 +186,8 @@ class Telemetry:
         """Take the noisy sums of a step over the expected batch size, which may be read by anybody."""
         if self._adaptive is not None:
             unclipped = 0.5 + float(means[0]) / 2
-            self._adaptive.limit *= math.exp(-self._args.clip_learning_rate * (unclipped - self._args.target_quantile))
+            factor = math.exp(-self._args.clip_learning_rate * (unclipped - self._args.target_quantile))
+            self._adaptive.limit = max(self._adaptive.limit * factor, SMALLEST_LIMIT)
             means = means[1:]
         if self._coordinates:
             for window in self._windows.values():

@@ -52,6 +52,7 @@ class BookkeepingMode(GradientMode):
                 "of torch that trainstack names."
             )
         self._parts = tuple(module.modules())
+        self._tracks_draws = False  # which costs microseconds a call, before any code reads a value
 
     def add(self, run: Run, batch: Any, records: int) -> Any:
         self._check_hooks()
@@ -59,6 +60,9 @@ class BookkeepingMode(GradientMode):
             return self._add_together(run, batch, records)
         except record_vmap.RecordsDiverge as error:
             groups = error.groups  # the graph must not live on with the traceback
+        if not groups:
+            self._tracks_draws = True
+            return self.add(run, batch, records)
         # Each group takes its own branch, as its records do one by one.
         cut = [pytree.tree_map(partial(_rows, index), batch, is_leaf=is_column) for index in groups]
         parts = [self.add(run, part, len(index)) for part, index in zip(cut, groups, strict=True)]
@@ -86,8 +90,9 @@ class BookkeepingMode(GradientMode):
         found: list[Any] = []
 
         def step(*row: Tensor) -> None:
-            ops = OpInterceptor(self.trained, self.names, records)
+            ops = OpInterceptor(self.trained, self.names, records, tracks_draws=self._tracks_draws)
             with ops, disable_saved_tensors_hooks(_HOOKS):
+                ops.mark_data(*row)
                 outputs = run(self.module, make(row))
             with record_vmap.outside_vmap():
                 found.extend([ops.uses, map_leaves(lambda leaf: _of_all_records(ops, leaf), outputs)])

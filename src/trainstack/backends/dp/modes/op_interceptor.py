@@ -26,6 +26,8 @@ from trainstack.backends.dp.modes.base import Unsupported
 from trainstack.backends.dp.modes.custom_ops import OPERATORS, check_function, check_operator
 from trainstack.backends.dp.modes.layer_uses import FoldedUse, TransposedUse
 from trainstack.backends.dp.modes.param_uses import ConvUse, ElementwiseUse, EmbeddingUse, NormUse, ParamUse, ProductUse
+from trainstack.backends.dp.random_functions import COMPOSED, RANDOM_FUNCTIONS
+from trainstack.backends.dp.torch_names import pytree
 
 FLOATS_OF_COPIES = 1 << 25
 """Largest gradient of the copies of one parameter for all records: 128 MiB."""
@@ -40,15 +42,17 @@ class OpInterceptor(TorchFunctionMode):
         uses: in the order of use.
         records: of the `vmap`.
         level: its number, see `record_vmap`.
+        tracks_draws: whether `check_read` can tell values of the data from those that depend on random numbers.
     """
 
     level: int
 
-    def __init__(self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int) -> None:
+    def __init__(
+        self, trained: Sequence[nn.Parameter], names: Sequence[str], records: int, *, tracks_draws: bool
+    ) -> None:
         super().__init__()
         self.uses: list[ParamUse] = []
-        self.records = records
-        self.names = names
+        self.records, self.tracks_draws, self.names = records, tracks_draws, names
         self.level = 0
         self._number = {id(parameter): i for i, parameter in enumerate(trained)}
         self._trained = trained
@@ -62,8 +66,38 @@ class OpInterceptor(TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(func)
         kwargs = kwargs or {}
+        if not self.tracks_draws:
+            return self._call(func, args, kwargs)
+        given = pytree.tree_leaves((args, kwargs))
+        is_data = not _draws(func, args, kwargs) and not any(map(self._may_be_drawn, given))
+        found = self._call(func, args, kwargs)
+        if is_data:
+            self.mark_data(*given, *pytree.tree_leaves(found))
+        return found
+
+    def mark_data(self, *values: Any) -> None:
+        """Note that no random number of a record is in these values; a later write ends that."""
+        for value in values:
+            if isinstance(value, Tensor) and record_vmap.is_batched(value, self.level):
+                value._data_version = record_vmap.version(value)  # type: ignore[attr-defined]
+
+    def _may_be_drawn(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or record_vmap.is_shared(value):
+            return False
+        is_mine = record_vmap.is_batched(value, self.level)
+        return not is_mine or getattr(value, "_data_version", None) != record_vmap.version(value)
+
+    def check_read(self, tensor: Tensor) -> None:
+        """`tensor` decides which records run together: raise `RecordsDiverge` if it may depend on random numbers.
+
+        A record would draw others unless it agrees with other records by chance, and would so depend on them.
+        """
+        if self.records > 1 and (not self.tracks_draws or self._may_be_drawn(tensor)):
+            raise record_vmap.RecordsDiverge([*torch.arange(self.records)[:, None]] if self.tracks_draws else [])
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        handler = _HANDLERS.get(func)
         if handler is None:
             if type(func) in OPERATORS:
                 check_operator(func)
@@ -475,6 +509,7 @@ def _read(ops: OpInterceptor, func: Any, tensor: Tensor, *args: Any) -> Any:
     """A number for Python, such as the condition of a branch: that of all records, if they agree."""
     if ops._is_parameter(tensor) or not record_vmap.is_batched(tensor, ops.level):
         return func(tensor, *args)
+    ops.check_read(tensor)
     with record_vmap.outside_vmap():
         physical = ops.physical(tensor).detach()
         record_vmap.require_agreement(physical)
@@ -486,6 +521,7 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
     is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.dim() > 0
     if not is_mask or not record_vmap.is_batched(index, ops.level) or ops._is_parameter(tensor):
         return _other(ops, func, (tensor, index), {})
+    ops.check_read(index)
     with record_vmap.outside_vmap():
         mask, physical = ops.physical(index), ops.physical(tensor)
         counts = mask.flatten(1).sum(1, keepdim=True)
@@ -493,6 +529,13 @@ def _getitem(ops: OpInterceptor, func: Any, tensor: Tensor, index: Any) -> Any:
         found = physical[mask]
         found = found.view(ops.records, int(counts[0]), *found.shape[1:])
     return ops.wrap(found)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function may draw random numbers."""
+    if func is F.scaled_dot_product_attention:
+        return bool(kwargs.get("dropout_p") or args[4:5] not in ((), (0.0,)))
+    return func in RANDOM_FUNCTIONS or func in COMPOSED or func is custom_function_call or type(func) in OPERATORS
 
 
 _METHODS: tuple[str, ...] = (

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from trainstack.backends.dp.arguments import SMALLEST_LIMIT
+
 
 class ParamUse(ABC):
     """One use of a weight, a bias or both.
@@ -139,9 +141,10 @@ def squared_norms(rows: Tensor) -> Tensor:
     return squares
 
 
-_EXACT = 1e-4
-"""A squared norm that is a sum of products of either sign is used down to this share of the largest possible sum.
-Below, rounding could make it too small, and the record would be clipped too little; the share is used instead."""
+_EXACT, _ROUNDING = 1e-4, 5e-7
+"""A squared norm that is a sum of products of either sign is used down to the first share of the largest possible sum;
+below, the share is used instead. The second one is the share of a bound of the sum of all terms that is added, because
+rounding would make a record with cancelling positions too short, by up to 2e-7 of it (torch 2.13.0)."""
 
 
 class ProductUse(DirectUse):
@@ -167,7 +170,8 @@ class ProductUse(DirectUse):
             positions = a.shape[1]
             if positions == 1:
                 own = squared_norms(g[:, 0]) if self.bias is None else found[self.bias]
-                found[self.weight] = squared_norms(a[:, 0]) * own
+                inputs = squared_norms(a[:, 0])
+                found[self.weight] = _with_lost(inputs * own, inputs, own, a, g)
             elif 2 * positions * positions <= a.shape[2] * g.shape[2]:
                 found[self.weight] = squared_norms_by_position(a, g)
             else:
@@ -288,7 +292,7 @@ class ConvUse(DirectUse):
             moves = [step * stride for step, stride in zip(steps[3:-1], self._stride, strict=False)] + [steps[2]]
             inner = [step * dilation for step, dilation in zip(steps[3:-1], self._dilation, strict=False)]
             kernel = kernel[:-1]
-        patches = torch.as_strided(x, (*front, *output, *kernel, channels), (*steps[:2], *moves, *inner, 1))
+        patches = torch.as_strided(x, (*front, *output, *kernel, channels), (*steps[:2], *moves, *inner, steps[-1]))
         return patches.reshape(*front, positions, -1)
 
 
@@ -340,7 +344,23 @@ class EmbeddingUse(ParamUse):
 def squared_norms_by_position(a: Tensor, g: Tensor) -> Tensor:
     """`||sum_t g_t a_t^T||^2` as the sum over all pairs of positions of `<g_t, g_s> <a_t, a_s>`."""
     inputs, gradients = torch.bmm(a, a.mT), torch.bmm(g, g.mT)
-    lengths = inputs.diagonal(dim1=1, dim2=2) * gradients.diagonal(dim1=1, dim2=2)
-    longest = lengths.clamp(min=0.0).sqrt().sum(1).square()
-    squares: Tensor = torch.linalg.vecdot(inputs.flatten(1), gradients.flatten(1))
-    return torch.maximum(squares, _EXACT * longest)
+    diagonals = inputs.diagonal(dim1=1, dim2=2).clamp(min=0.0), gradients.diagonal(dim1=1, dim2=2).clamp(min=0.0)
+    longest = (diagonals[0] * diagonals[1]).sqrt().sum(1).square()
+    inputs, gradients = inputs.flatten(1), gradients.flatten(1)
+    of_a, of_g = diagonals[0].sum(1), diagonals[1].sum(1)
+    sizes = (torch.linalg.vector_norm(products, dim=1) for products in (inputs, gradients))  # inf from 4e9 on
+    size_a, size_g = (torch.minimum(size, trace) for size, trace in zip(sizes, (of_a, of_g), strict=True))
+    terms = of_a * size_g + of_g * size_a
+    squares: Tensor = torch.linalg.vecdot(inputs, gradients) + _ROUNDING * terms
+    return _with_lost(torch.maximum(squares, _EXACT * longest), of_a, of_g, a, g)
+
+
+def _with_lost(squares: Tensor, inputs: Tensor, gradients: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """`squares`, larger by what they may lack because float32 has no squares of numbers below 1e-19.
+
+    A record with so small an input and a gradient of 1e19 would otherwise be clipped too little. `inputs` and
+    `gradients` are the squared norms of `a` and `g`, `(records, positions, width)`.
+    """
+    tiny = float(torch.finfo(torch.float32).tiny) * a.shape[1]
+    lost = tiny * a.shape[2] * gradients + tiny * g.shape[2] * inputs
+    return torch.where(lost > 1e-7 * squares.clamp(min=SMALLEST_LIMIT**2), squares + lost, squares)

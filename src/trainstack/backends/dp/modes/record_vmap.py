@@ -72,6 +72,17 @@ def is_batched(tensor: Tensor, level: int) -> bool:
     return bool(functorch.maybe_get_level(tensor) == level and functorch.maybe_get_bdim(tensor) != -1)
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether `tensor` belongs to no transform of `torch.func`, so that all records have it."""
+    return bool(functorch.maybe_get_level(tensor) == -1)
+
+
+def version(tensor: Tensor) -> int | None:
+    """The number of writes into the memory of a tensor that differs between records; None if torch does not count."""
+    physical: Tensor = functorch.get_unwrapped(tensor)
+    return None if physical.is_inference() else physical._version  # torch 2.13.0
+
+
 def unwrap(tensor: Tensor, level: int, records: int) -> Tensor:
     """The physical tensor, `(records, *tensor.shape)`; a view, also of a tensor that all records share.
 
@@ -109,7 +120,7 @@ class RecordsDiverge(BaseException):
     No `Exception`, so that the user's code does not catch it.
 
     Attributes:
-        groups: positions of the records that agree, int64 each.
+        groups: positions of the records that agree, int64 each; none if all have to run again.
     """
 
     def __init__(self, groups: list[Tensor]) -> None:

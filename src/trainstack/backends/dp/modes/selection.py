@@ -199,8 +199,9 @@ class ModeVerifier:
         raise Unsupported(
             f"{' or '.join(changing) or 'state that train_step keeps'} changes in a forward pass, and the same records "
             "then have other gradients: it would carry one record into the steps of others, without clipping "
-            "and noise. Let nothing but parameters be kept from one forward pass to the next, and draw random numbers "
-            "from the generators of torch, numpy and random, or from those that the module holds from the start."
+            "and noise. Keep nothing but parameters from one forward pass to the next, write into no batch, and draw "
+            "random numbers from the generators of torch, numpy and random, or from those that the module holds from "
+            "the start."
         )
 
     def _remembers(self, case: _Reference, states: RandomStates, after: Any | None = None) -> bool:
