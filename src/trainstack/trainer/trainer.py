@@ -211,7 +211,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._refuse_copy(epochs, max_steps)
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
-        stopper, saver, late = self._stopper, self._saver, None
+        stopper, saver, late, then_raise = self._stopper, self._saver, None, None
         saver.owner.is_interrupted = lambda: stopper.has_signal
         signals = stop_on_signals(
             stopper,
@@ -231,13 +231,14 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                     "Remove it, and continue in another start with resume='auto'."
                 )
             if not self._finished:
-                late = self._train_until_stopped(run)
+                late, then_raise = self._train_until_stopped(run)
                 stopper.leave_together()
         if not self._finished or late is not None:
             log = self._context.log if self.is_main_process else None
             returns = self.args.on_interrupt == "return"
             raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
-        self._raise_requested()
+        if then_raise is not None:
+            raise then_raise
 
     def _refuse_copy(self, epochs: int | None, max_steps: int | float | None) -> None:
         if self._is_copy and not (self._finished and epochs is max_steps is None):
@@ -246,11 +247,6 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 "evaluate, predict and export. To train further make a new Trainer with resume=True, which loads the "
                 "last checkpoint."
             )
-
-    def _raise_requested(self) -> None:
-        then_raise, self._then_raise = self._then_raise, None
-        if then_raise is not None:
-            raise then_raise
 
     def _heed_early_signal(self, error: BaseException) -> None:
         """After `error` ended `train()` before training began, record a signal as its cause.
@@ -276,8 +272,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             if directory.may_note(self.args):
                 record_interruption(directory.log_dir, type(self.module).__name__, reason)
 
-    def _train_until_stopped(self, run: Run) -> Request | None:
-        """Train a prepared run; return a signal that came too late to stop it, or None."""
+    def _train_until_stopped(self, run: Run) -> tuple[Request | None, Exception | None]:
+        """Train a prepared run; return a signal that came too late to stop it, and an error to raise, or None."""
         from trainstack.trainer.data.loading import explain_worker_deaths
         from trainstack.trainer.reporting.reporter import Reporter
 
@@ -310,10 +306,10 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for a later one
                 self._reporter = None
                 reporter.close()
-                late = stopper.end()
+                ended = stopper.end()
                 if context.world.is_main:
                     context.directory.end(finished=self._finished)
-        return late
+        return ended
 
     def _train(self, run: Run, reporter: Reporter) -> None:
         from trainstack.trainer.run.memory_fitting import fit_micro_batch
