@@ -92,7 +92,7 @@ class SavingMixin(TrainerBase):
         self._run, self._evaluation, self._finished = None, None, False
         self.state.update_state(RunState(seed=self.args.seed).get_state())
         try:
-            if mode == "full" and self._context.extras.is_fixed:
+            if self._context.extras.is_fixed:
                 self._context.extras.go_to_start()
             self._ready_to_evaluate()
         except BaseException:
