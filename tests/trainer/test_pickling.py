@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import trainstack as ts
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.core.state_tree import same
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -49,6 +50,7 @@ def test_a_copy_of_a_finished_trainer_evaluates_and_exports(tmp_path: Path) -> N
     copied.validate()
     assert copied.history.get_latest_metric("val/loss") == before
     copied.export(tmp_path / "export")
+    assert same(copied.events.get_state(), trainer.events.get_state())  # the averages and the best value
     copied.train()  # does nothing: the run is finished
     with pytest.raises(ConfigurationError, match="resume=True"):
         copied.train(epochs=3)

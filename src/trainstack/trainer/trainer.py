@@ -450,6 +450,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         if lineage is not None:
             self._context.lineage = lineage
         self._finished, self._is_copy = finished, kept is not None
+        self._copied_states = kept and kept["events"]
 
 
 _GIVEN = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")

@@ -84,9 +84,10 @@ class ModuleExtras:
         Raises:
             CheckpointMismatchError: after `go_to_start`, the checkpoint lacks a buffer that training has changed.
         """
-        self._is_known = self.is_fixed = state is not None
+        self._is_known = state is not None
         if state is None:
             return
+        self.is_fixed = True
         lost, self._stale = sorted(self._stale - set(state["buffers"])), frozenset()
         if lost:
             raise CheckpointMismatchError(

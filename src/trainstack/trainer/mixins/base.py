@@ -46,6 +46,7 @@ class TrainerBase(AbstractTrainer):
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates until a run is prepared for training
     _training = _finished = _making_ready = _is_made = _is_copy = False
+    _copied_states: Mapping[str, Any] | None = None
 
     @property
     def args(self) -> TrainerArguments:
@@ -101,6 +102,8 @@ class TrainerBase(AbstractTrainer):
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self._context.extras.begin()
         self.events.fire(Event.READY)
+        if self._is_copy:  # callbacks forget their states at READY
+            self.events.update_state(self._copied_states)
         if checkpoint.is_empty:
             self.trainer_backend.on_fresh_start(retry=self.args.resume == "auto")
         else:
