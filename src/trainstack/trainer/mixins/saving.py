@@ -64,6 +64,8 @@ class SavingMixin(TrainerBase):
     ) -> None:
         """Load the state in `path`, as a new trainer with `resume=path` does; `validate()` and `train()` then use it.
 
+        If it fails, nothing changes. For that it copies the module's state to host memory.
+
         Args:
             path: a checkpoint, or one of the words of `resume`: "last", "best".
             mode: parts of the state to load, see `resume_mode` of `TrainerArguments`.
@@ -71,7 +73,7 @@ class SavingMixin(TrainerBase):
         Raises:
             ConfigurationError: training or an evaluation is running; or a layer, such as `dp`, has prepared this run
                 and cannot do it again.
-            CheckpointError: the checkpoint cannot be read.
+            CheckpointError: the checkpoint cannot be read or does not fit.
         """
         if self._training or self._making_ready or self._context.busy:
             raise ConfigurationError(
