@@ -138,6 +138,21 @@ class Reshapes(Small):
         return 1 + self.mean[0] + self.count
 
 
+class Grows(Small):
+    """A persistent buffer that has its first shape until step 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0))
+
+    def on_end_train_step(self, global_step: int) -> None:
+        if global_step == 5:
+            self.queue = torch.ones(2)
+
+    def factor(self, batch: Any) -> Any:
+        return 1 + self.queue.sum()
+
+
 class Wide(Small):
     """The weights of a layer are too large for a checkpoint to keep their values at the start of the epoch."""
 
@@ -159,7 +174,7 @@ class Noise(ts.Callback):
 
 CASES: dict[str, Callable[[], Made]] = {
     **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (Logs, FreezesAtStep, ThawsAtEpochEnd)},
-    **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (FreezesByEpoch, Averages, Reshapes)},
+    **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (FreezesByEpoch, Averages, Reshapes, Grows)},
     "Freezer": lambda: (Small(), [ts.callbacks.Freezer("net.0", until_epoch=2)]),
     "Freezer and EMA": lambda: (Wide(), [ts.callbacks.Freezer("net.0", until_epoch=2), ts.callbacks.EMA(0.9)]),
     "Noise": lambda: (Small(), [Noise()]),

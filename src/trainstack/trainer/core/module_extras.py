@@ -35,7 +35,7 @@ class ModuleExtras:
     is_fixed = False
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._stale = module, frozenset[str]()
+        self._module, self._stale, self._reshaped = module, frozenset[str](), dict[str, _Form]()
         self._names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         self._forms = {name: _form_of(one) for name, one in _buffers(module, persistent=True)}
         self._is_known, self._has_warned = True, False
@@ -51,6 +51,8 @@ class ModuleExtras:
     def go_to_start(self) -> None:
         """Prepare a trained module for another checkpoint: set the flags of the start, and note changed buffers."""
         self._put_back(self._flags, {})
+        now = {name: _form_of(one) for name, one in _buffers(self._module, persistent=True)}
+        self._reshaped = {name: form for name, form in self._forms.items() if now.get(name, form) != form}
         self._stale = frozenset(name for name, mark in _marks(self._module).items() if self._marks.get(name) != mark)
 
     def get_state(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class ModuleExtras:
     def fit(self, forms: Mapping[str, _Form], module_state: Any) -> None:
         """Give buffers the dtypes and shapes of their values in `module_state`. Call it before these are loaded."""
         known, loaded = dict(_buffers(self._module, persistent=True)), list(_tensors_in(module_state))
-        for name, form in {**self._forms, **forms}.items():
+        for name, form in {**self._reshaped, **forms}.items():
             if name in known and _form_of(known[name]) == form:
                 continue
             fitting = (
@@ -88,7 +90,7 @@ class ModuleExtras:
         if state is None:
             return
         self.is_fixed = True
-        lost, self._stale = sorted(self._stale - set(state["buffers"])), frozenset()
+        lost, self._stale, self._reshaped = sorted(self._stale - set(state["buffers"])), frozenset(), {}
         if lost:
             raise CheckpointMismatchError(
                 f"the checkpoint lacks {', '.join(lost)}: these buffers are not in state_dict, and had their initial "
