@@ -51,7 +51,7 @@ REUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REUSED)
-def test_a_callback_begins_a_second_trainer_without_the_state_of_the_first(name: str, tmp_path: Path) -> None:
+def test_a_reused_callback_begins_without_its_earlier_state(name: str, tmp_path: Path) -> None:
     reused = REUSED[name]()
 
     def run(callback: Any, seed: int, folder: str) -> tuple[Any, Any]:

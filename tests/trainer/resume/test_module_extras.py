@@ -204,7 +204,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize("step", [2, STOP_AT])
-def test_a_trained_trainer_continues_an_earlier_checkpoint_with_the_same_bits(
+def test_a_trained_trainer_continues_an_earlier_checkpoint_exactly(
     uncut: tuple[str, ts.ModuleInterface], step: int, tmp_path: Path
 ) -> None:
     case, whole = uncut
