@@ -368,6 +368,9 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, take: Calla
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"/file is a file\. Write the path of a folder"):
         take(tmp_path / "file")
+    (tmp_path / "link").symlink_to(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"/link is a link to a missing folder\. Write the path of a folder"):
+        take(tmp_path / "link")
 
 
 # --- writes under a lease ------------------------------------------------------------------------------------

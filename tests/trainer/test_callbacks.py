@@ -40,6 +40,30 @@ class Scored(Classifier):
             self.log("score", self.scores[self.plan.steps_per_epoch and global_step // self.plan.steps_per_epoch - 1])
 
 
+REUSED: dict[str, Any] = {
+    "EarlyStopping": lambda: cb.EarlyStopping(patience=1, min_delta=1.0),
+    "BestCheckpoint": cb.BestCheckpoint,
+    "EMA": cb.EMA,
+    "MovingAverage": cb.MovingAverage,
+    "ExtraValidation": lambda: cb.ExtraValidation({"x": DataLoader(numbers(9))}, when_improved="val/loss"),
+    "Freezer": lambda: cb.Freezer("net.0"),
+}
+
+
+@pytest.mark.parametrize("name", REUSED)
+def test_a_reused_callback_begins_without_its_earlier_state(name: str, tmp_path: Path) -> None:
+    reused = REUSED[name]()
+
+    def run(callback: Any, seed: int, folder: str) -> tuple[Any, Any]:
+        module = Scored(seed=seed)
+        trainer = ts.Trainer(module, arguments(tmp_path / folder, epochs=3, log_every=1), callbacks=[callback])
+        trainer.train()
+        return weights(module).tolist(), trainer.history.to_dict()
+
+    run(reused, 0, "first")
+    assert run(reused, 1, "second") == run(REUSED[name](), 1, "new")
+
+
 def trainer_of(directory: Path, module: ts.ModuleInterface, *callbacks: Any, **changes: Any) -> ts.Trainer:
     return ts.Trainer(module, arguments(directory, **changes), callbacks=callbacks)
 

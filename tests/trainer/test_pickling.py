@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import trainstack as ts
 from trainstack.errors import ConfigurationError
+from trainstack.trainer.core.state_tree import same
 
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -49,6 +50,8 @@ def test_a_copy_of_a_finished_trainer_evaluates_and_exports(tmp_path: Path) -> N
     copied.validate()
     assert copied.history.get_latest_metric("val/loss") == before
     copied.export(tmp_path / "export")
+    for key in ("EMA", "EarlyStopping"):
+        assert same(copied.events.get_state()[key], trainer.events.get_state()[key])
     copied.train()  # does nothing: the run is finished
     with pytest.raises(ConfigurationError, match="resume=True"):
         copied.train(epochs=3)

@@ -66,7 +66,7 @@ def find_loss(outputs: Any, records: int | None = None) -> Tensor:
 
 def _shape_error(outputs: Any, loss: Tensor, records: int | None) -> ModuleContractError:
     """The error for a loss that is more than one number."""
-    if isinstance(outputs, tuple | list) and any(_is_scalar(item) for item in outputs[1:]):
+    if isinstance(outputs, tuple | list) and any(isinstance(item, Tensor) and item.dim() == 0 for item in outputs[1:]):
         return ModuleContractError(
             f"train_step returned a {type(outputs).__name__} whose first item has shape {tuple(loss.shape)}. The "
             "first item is the loss, which is one number: return (loss, outputs), or a dict with the key 'loss'."
@@ -76,10 +76,6 @@ def _shape_error(outputs: Any, loss: Tensor, records: int | None) -> ModuleContr
         f"train_step returned a loss of shape {tuple(loss.shape)}; a loss is one number. "
         f"Return its mean over the batch: loss.mean(){or_each}."
     )
-
-
-def _is_scalar(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.dim() == 0
 
 
 def loss_item(outputs: Any) -> Any:

@@ -262,8 +262,10 @@ def _acquire(place: LeasePlace, timeout_s: float, say: Say, is_interrupted: Call
                 return _Hold(place, record, made)
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
+            found = Path(error.filename or str(place))
+            what = "a link to a missing folder" if found.is_symlink() and not found.exists() else "a file"
             raise CheckpointError(
-                f"output_dir={str(place)!r}: {error.filename or place} is a file. Write the path of a folder."
+                f"output_dir={str(place)!r}: {found} is {what}. Write the path of a folder."
             ) from error
         raise CheckpointError(
             f"the directory {place} of the run cannot be owned: {error}. Repair it, or use another output_dir."

@@ -198,7 +198,7 @@ def _run(command: str, target: str | None, path: str | None, options: list[str])
             rows, found = [(name, str(value)) for name, value in written.items()], written
         else:
             found = {"metrics": _metrics(trainer, command)}
-            rows = [(name, _as_text(value)) for name, value in found["metrics"].items()]
+            rows = [(name, f"{v:.6g}" if isinstance(v, float) else str(v)) for name, v in found["metrics"].items()]
     if trainer.is_main_process:
         loaded = next(iter(trainer._context.lineage.ancestors), None)
         _show(given.json, _name_of(loaded, weights, trainer), 0 if loaded is None else loaded.global_step, rows, found)
@@ -236,10 +236,6 @@ def _metrics(trainer: Trainer, command: str) -> dict[str, Any]:
             f"with at least one batch, and return the loss from {step}_step or give the module metrics."
         )
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in found.metrics.items()}
-
-
-def _as_text(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _show(as_json: bool, weights: str | None, step: int | None, rows: list[Any], found: dict[str, Any]) -> None:

@@ -247,7 +247,8 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(str(value), names, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}."
             option = action.option_strings[-1] if action.option_strings else None
-            self.error(f"{option} {value}: {hint}" if option else f"there is no {_noun(action)} {value!r}. {hint}")
+            noun = str(action.metavar or action.dest).lower()
+            self.error(f"{option} {value}: {hint}" if option else f"there is no {noun} {value!r}. {hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Let an error of the output be seen, which argparse hides."""
@@ -263,10 +264,6 @@ class Parser(argparse.ArgumentParser):
 _INVALID = re.compile(r"argument (?P<name>\S+): invalid (?P<type>int|float) value: '(?P<value>.*)'")
 """The message of argparse; a translated one is printed as it is."""
 _NUMBERS = {"int": "a whole number", "float": "a number"}
-
-
-def _noun(action: argparse.Action) -> str:
-    return str(action.metavar or action.dest).lower()
 
 
 class UsageError(TrainstackError):

@@ -52,7 +52,7 @@ def _in_entries(recorded: StepLog, replayed: StepLog, span: Span, rank: int) -> 
     common = np.intersect1d(one["step"], other["step"])
     one, other = (side[np.isin(side["step"], common)] for side in (one, other))
     differ = {
-        "data": (one["samples"] != other["samples"]) & _both(one, other, Flag.SAMPLES),
+        "data": (one["samples"] != other["samples"]) & ((one["flags"] & other["flags"] & Flag.SAMPLES) != 0),
         "learning rate": one["rates"] != other["rates"],
         "forward": _bits(one["loss"]) != _bits(other["loss"]),
         "backward": (_bits(one["norm"]) != _bits(other["norm"])) | _flag_differs(one, other, Flag.NORM),
@@ -75,10 +75,6 @@ def _first_of(differ: Mapping[str, Any], one: Entries, other: Entries, rank: int
         recorded=_describe(quantity, one[place]),
         replayed=_describe(quantity, other[place]),
     )
-
-
-def _both(one: Entries, other: Entries, flag: Flag) -> Any:
-    return (one["flags"] & other["flags"] & flag) != 0
 
 
 def _flag_differs(one: Entries, other: Entries, flag: Flag) -> Any:

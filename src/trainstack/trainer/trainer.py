@@ -151,7 +151,9 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
         args = _settled(args, module, trainer_backend, metrics, checkpointer)
-        trainer_backend, checkpointer = _stack_of(trainer_backend, args, self), _checkpointer_of(checkpointer, args)
+        trainer_backend = _stack_of(trainer_backend, args, self)
+        if checkpointer is None or args.fast_dev_run:
+            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
         self._context = context = RunContext(
             module=module,
             args=args,
@@ -207,7 +209,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._refuse_copy(epochs, max_steps)
         if epochs is not None or max_steps is not None:
             self._extend(epochs, max_steps)
-        stopper, saver, late = self._stopper, self._saver, None
+        stopper, saver, late, then_raise = self._stopper, self._saver, None, None
         saver.owner.is_interrupted = lambda: stopper.has_signal
         signals = stop_on_signals(
             stopper,
@@ -227,13 +229,14 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                     "Remove it, and continue in another start with resume='auto'."
                 )
             if not self._finished:
-                late = self._train_until_stopped(run)
+                late, then_raise = self._train_until_stopped(run)
                 stopper.leave_together()
         if not self._finished or late is not None:
             log = self._context.log if self.is_main_process else None
             returns = self.args.on_interrupt == "return"
             raise_for_signal(stopper.agreed, late, saver.stop_message(), log, returns=returns)
-        self._raise_requested()
+        if then_raise is not None:
+            raise then_raise
 
     def _refuse_copy(self, epochs: int | None, max_steps: int | float | None) -> None:
         if self._is_copy and not (self._finished and epochs is max_steps is None):
@@ -242,11 +245,6 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 "evaluate, predict and export. To train further make a new Trainer with resume=True, which loads the "
                 "last checkpoint."
             )
-
-    def _raise_requested(self) -> None:
-        then_raise, self._then_raise = self._then_raise, None
-        if then_raise is not None:
-            raise then_raise
 
     def _handle_early_signal(self, error: BaseException) -> None:
         """After `error` ended `train()` before training began, record a signal as its cause.
@@ -272,8 +270,8 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
             if directory.may_note(self.args):
                 record_interruption(directory.log_dir, type(self.module).__name__, reason)
 
-    def _train_until_stopped(self, run: Run) -> Request | None:
-        """Train a prepared run; return a signal that came too late to stop it, or None."""
+    def _train_until_stopped(self, run: Run) -> tuple[Request | None, Exception | None]:
+        """Train a prepared run; return a signal that came too late to stop it, and an error to raise, or None."""
         from trainstack.trainer.data.loading import explain_worker_deaths
         from trainstack.trainer.reporting.reporter import Reporter
 
@@ -306,10 +304,10 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
                 saver.pending_save = saver.pending_pin = False  # no step boundary follows; paths wait for a later one
                 self._reporter = None
                 reporter.close()
-                late = stopper.end()
+                ended = stopper.end()
                 if context.world.is_main:
                     context.directory.end(finished=self._finished)
-        return late
+        return ended
 
     def _train(self, run: Run, reporter: Reporter) -> None:
         from trainstack.trainer.run.memory_fitting import fit_micro_batch
@@ -450,6 +448,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         if lineage is not None:
             self._context.lineage = lineage
         self._finished, self._is_copy = finished, kept is not None
+        self._copied_states = kept and kept["events"]
 
 
 _GIVEN = ("trainer_backend", "checkpointer", "callbacks", "train_step", "val_step", "metrics")
@@ -518,10 +517,6 @@ def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner:
         given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
     given.bind(owner)
     return given
-
-
-def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments) -> AbstractCheckpointer:
-    return DefaultCheckpointer(args.placed_checkpointer_args) if given is None or args.fast_dev_run else given
 
 
 def _settled(

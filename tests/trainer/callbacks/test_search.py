@@ -63,6 +63,28 @@ def test_a_pruned_training_saves_and_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_optuna")
+def test_another_request_to_stop_does_not_replace_the_error(tmp_path: Path) -> None:
+    trainer = make(tmp_path, [ts.callbacks.OptunaPruning(Trial())])
+    trainer.on(ts.Event.EPOCH_END)(lambda trainer, epoch: epoch == 1 and trainer.request_stop("other"))
+    with pytest.raises(Pruned, match="at epoch 1"):
+        trainer.train()
+
+
+def test_a_training_that_fails_drops_the_error_of_a_request(tmp_path: Path) -> None:
+    trainer = make(tmp_path, [])
+
+    @trainer.on(ts.Event.TRAIN_STEP_END, once=True)
+    def fail(trainer: ts.Trainer) -> None:
+        trainer.request_stop("first", then_raise=Pruned())
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        trainer.train()
+    trainer.train()
+    assert trainer.global_steps_finished == 16
+
+
+@pytest.mark.usefixtures("_optuna")
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="create_study"):
         make(tmp_path / "1", [ts.callbacks.OptunaPruning(Trial("MAXIMIZE"))]).train()

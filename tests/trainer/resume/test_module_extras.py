@@ -138,6 +138,21 @@ class Reshapes(Small):
         return 1 + self.mean[0] + self.count
 
 
+class Grows(Small):
+    """A persistent buffer that has its first shape until step 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0))
+
+    def on_end_train_step(self, global_step: int) -> None:
+        if global_step == 5:
+            self.queue = torch.ones(2)
+
+    def factor(self, batch: Any) -> Any:
+        return 1 + self.queue.sum()
+
+
 class Wide(Small):
     """The weights of a layer are too large for a checkpoint to keep their values at the start of the epoch."""
 
@@ -159,7 +174,7 @@ class Noise(ts.Callback):
 
 CASES: dict[str, Callable[[], Made]] = {
     **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (Logs, FreezesAtStep, ThawsAtEpochEnd)},
-    **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (FreezesByEpoch, Averages, Reshapes)},
+    **{kind.__name__: lambda kind=kind: (kind(), []) for kind in (FreezesByEpoch, Averages, Reshapes, Grows)},
     "Freezer": lambda: (Small(), [ts.callbacks.Freezer("net.0", until_epoch=2)]),
     "Freezer and EMA": lambda: (Wide(), [ts.callbacks.Freezer("net.0", until_epoch=2), ts.callbacks.EMA(0.9)]),
     "Noise": lambda: (Small(), [Noise()]),
@@ -186,6 +201,79 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert [p.requires_grad for p in resumed.parameters()] == [p.requires_grad for p in whole.parameters()]
     for name, buffer in whole.named_buffers():
         assert torch.equal(dict(resumed.named_buffers())[name], buffer), name
+
+
+@pytest.mark.parametrize("step", [2, STOP_AT])
+def test_a_trained_trainer_continues_an_earlier_checkpoint_exactly(
+    uncut: tuple[str, ts.ModuleInterface], step: int, tmp_path: Path
+) -> None:
+    case, whole = uncut
+    module, callbacks = CASES[case]()
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
+    trainer = ts.Trainer(module, arguments(tmp_path, epochs=3, checkpointer_args=saving), callbacks=callbacks)
+    trainer.train()
+    trainer.load_checkpoint(tmp_path / "checkpoints" / f"checkpoint-{step:09d}")
+    trainer.train()
+
+    assert torch.equal(weights(module), weights(whole))
+    assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in whole.parameters()]
+
+
+class Scaled(Small):
+    """A non-persistent buffer that changes after step 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def get_val_dataloaders(self, sampler: Any, batch_size: int) -> Any:
+        return torch.utils.data.DataLoader(self.dataset, batch_size=8)
+
+    def on_end_train_step(self, global_step: int) -> None:
+        self.scale.fill_(2.0 if global_step >= 5 else 1.0)
+
+    def factor(self, batch: Any) -> Any:
+        return self.scale
+
+    def val_step(self, global_step: int, batch: Any, device: Any) -> Any:
+        return super().train_step(global_step, batch, device) * self.scale
+
+
+def test_an_evaluation_uses_the_changed_buffers_of_the_checkpoint(tmp_path: Path) -> None:
+    whole = ts.Trainer(Scaled(), arguments(tmp_path, epochs=3, checkpointer_args=SAVING))
+    whole.train()
+    resumed = ts.Trainer(Scaled(), arguments(tmp_path, epochs=4, checkpointer_args=SAVING, resume=True))
+    assert resumed.validate().metrics == whole.validate().metrics
+    resumed.train()
+    last = ts.Trainer(Scaled(), arguments(tmp_path, checkpointer_args=SAVING, resume=True))
+    assert last.validate().metrics == resumed.validate().metrics
+
+
+def test_a_failed_load_of_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=2, keep_last=None)
+    other = ts.Trainer(Scaled(), arguments(tmp_path / "other", checkpointer_args=saving))
+    other.module.net.append(nn.Linear(3, 3))
+    other.user_state.counter = nn.Linear(1, 1)
+    other.train()
+    trainer = ts.Trainer(
+        Scaled(), arguments(tmp_path, epochs=3, checkpointer_args=saving), callbacks=[ts.callbacks.EMA()]
+    )
+    trainer.on(ts.Event.READY)(lambda trainer: None)  # so that all states are loaded at once
+    trainer.train()
+    before = copy.deepcopy((trainer.module.state_dict(), trainer.history.get_state(), trainer.state.get_state()))
+
+    for path, message in (
+        (tmp_path / "other" / "checkpoints" / "last", "does not fit Scaled"),
+        (tmp_path / "checkpoints" / "checkpoint-000000004", "lacks scale: these buffers are not in state_dict"),
+    ):
+        with pytest.raises(ts.CheckpointError, match=message):
+            trainer.load_checkpoint(path)
+        now = trainer.module.state_dict(), trainer.history.get_state(), trainer.state.get_state()
+        assert same(now, before)
+        assert trainer.module.scale == 2.0
+        assert trainer.keeps_trained_weights
+    trainer.train(epochs=4)
+    assert trainer.global_steps_finished == 16
 
 
 def test_training_on_does_not_write_to_the_states_of_a_checkpointer(tmp_path: Path) -> None:

@@ -455,3 +455,15 @@ def test_a_step_given_to_the_trainer_decides_whether_it_yields(yields: bool, tmp
     ts.Trainer(given, args, train_step=in_turns if yields else at_once).train()
     train(methods, tmp_path / "methods", gpu_batch_size_limit=3, **PLAIN)
     assert torch.equal(weights(given), weights(methods))
+
+
+def test_a_resume_after_the_last_step_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saving = ts.DefaultCheckpointerArguments(every_n_steps=1)
+    for resume in (False, True):
+        given = arguments(tmp_path, resume=resume, checkpointer_args=saving, train_batch_size=8, clip_grads=False)
+        trainer = ts.Trainer(InTurns(), given)
+        if not resume:
+            trainer.on(ts.Event.TRAIN_STEP_END)(lambda t, step: step == t.plan.total_steps and t.request_stop("cut"))
+        trainer.train()
+        trainer.close()
+    assert "has not yielded" not in caplog.text

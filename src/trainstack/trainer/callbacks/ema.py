@@ -112,6 +112,8 @@ class EMA(Callback):
         if self._update_bn is not None and trainer.trainer_backend.is_private:
             raise ConfigurationError("EMA(update_bn=...) reads records of a private run without noise. Remove it.")
         self._fast_paths = fast_paths_enabled(trainer.args.fast_paths)
+        self.updates, self._unclaimed = 0, {}  # those of another trainer's run do not count
+        self._names, self._parameters, self._averages = [], [], []
         self._refresh(trainer)
 
     def _refresh(self, trainer: AbstractTrainer) -> None:

@@ -54,6 +54,12 @@ class ExtraValidation(Callback):
         self._best_value = None if when_improved is None else BestValue(when_improved, mode)
         self._has_improved = False
 
+    def on_ready(self) -> None:
+        """Forget the values of another trainer's run."""
+        self._has_improved = False
+        if self._best_value is not None:
+            self._best_value.reset()
+
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Check the metric before the first step.
 

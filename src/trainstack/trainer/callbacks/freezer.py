@@ -62,7 +62,7 @@ class Freezer(Callback):
                 )
         chosen = {name: p for name, p in named.items() if any(_fits(name, n) for n in self._names)}
         check_initialized(chosen.items(), "Freezer")
-        self._parameters = list(chosen.values())
+        self._parameters, self._frozen = list(chosen.values()), False
         if self._norms_too:
             norms = {name: m for name, m in trainer.module.named_modules() if hasattr(m, "track_running_stats")}
             self._norms = [m for name, m in norms.items() if any(_fits(name, n) for n in self._names)]

@@ -56,16 +56,20 @@ class BestValue:
         self._function = monitor if callable(monitor) else None
         self._mode, self._min_delta = mode, min_delta
         self._monitor = None if monitor is None else Monitor.of(str(getattr(monitor, "__name__", monitor)), mode)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the values, because another run begins."""
         self.best: float | None = None
         self.last: float | None = None
         self.best_step = self.updated_at = -1
 
     def of(self, trainer: AbstractTrainer) -> Monitor:
         """Return the monitored metric and its mode."""
-        if self._monitor is None:
-            default = trainer.args.placed_checkpointer_args.monitored  # also by `TrainerArguments.monitor`
-            self._monitor = default if self._mode == "auto" else Monitor.of(default.name, self._mode)
-        return self._monitor
+        if self._monitor is not None:
+            return self._monitor
+        default = trainer.args.placed_checkpointer_args.monitored  # also by `TrainerArguments.monitor`
+        return default if self._mode == "auto" else Monitor.of(default.name, self._mode)
 
     def check(self, trainer: AbstractTrainer, who: str) -> None:
         """Check that a private run has not computed the metric from records without noise; `who` uses the metric.
@@ -131,6 +135,11 @@ class MonitorCallback(Callback):
     def on_new_value(self, trainer: AbstractTrainer, improved: bool) -> None:
         """Called with each new value; `improved` is True for the best value so far."""
         raise NotImplementedError
+
+    def on_ready(self, trainer: AbstractTrainer) -> None:
+        """Forget the values of another trainer's run."""
+        self.best_value.reset()
+        self._validated = False
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Check the metric before the first step.
@@ -315,6 +324,10 @@ class EarlyStopping(MonitorCallback):
                 at = f"{value:.6g} at step {self.best_value.updated_at}"
                 self._diverged_to = f"{at}, which is {what} (threshold {threshold:g})"
         self._stop_if_due(trainer)
+
+    def on_ready(self, trainer: AbstractTrainer) -> None:
+        super().on_ready(trainer)
+        self.waited, self._diverged_to = 0, None
 
     def on_train_begin(self, trainer: AbstractTrainer) -> None:
         """Stop again, if a resumed run was already stopped."""

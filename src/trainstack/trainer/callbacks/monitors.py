@@ -196,7 +196,12 @@ class MovingAverage(Callback):
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ConfigurationError(f"decay={decay!r}: write a number of at least 0 and below 1, such as 0.9.")
         self._decay = float(decay)
-        self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in names or ("train/loss",)}
+        self._averaged = names or ("train/loss",)
+        self.on_ready()
+
+    def on_ready(self) -> None:
+        """Begin with no values."""
+        self._sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in self._averaged}
         self._seen = dict.fromkeys(self._sums, 0)
 
     def on_log(self, trainer: AbstractTrainer) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainstack.errors import CheckpointMismatchError
 from trainstack.trainer.core.fingerprints import checksums
 from trainstack.trainer.core.logs import RunLogger
 from trainstack.trainer.core.state_tree import same
@@ -26,10 +27,15 @@ class ModuleExtras:
 
     Args:
         module: module after `__init__`, before its state is loaded.
+
+    Attributes:
+        is_fixed: whether the module has been restored or trained, so that its current values are not a start.
     """
 
+    is_fixed = False
+
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._stale, self._reshaped = module, frozenset[str](), dict[str, _Form]()
         self._names = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
         self._forms = {name: _form_of(one) for name, one in _buffers(module, persistent=True)}
         self._is_known, self._has_warned = True, False
@@ -37,8 +43,17 @@ class ModuleExtras:
 
     def begin(self) -> None:
         """Take the current module as the start; each process builds this module before it resumes."""
+        if self.is_fixed:
+            return
         self._flags = {name: one.requires_grad for name, one in self._module.named_parameters()}
         self._marks = _marks(self._module)
+
+    def go_to_start(self) -> None:
+        """Prepare a trained module for another checkpoint: set the flags of the start, and note changed buffers."""
+        self._put_back(self._flags, {})
+        now = {name: _form_of(one) for name, one in _buffers(self._module, persistent=True)}
+        self._reshaped = {name: form for name, form in self._forms.items() if now.get(name, form) != form}
+        self._stale = frozenset(name for name, mark in _marks(self._module).items() if self._marks.get(name) != mark)
 
     def get_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; tensors are not copied."""
@@ -55,7 +70,7 @@ class ModuleExtras:
     def fit(self, forms: Mapping[str, _Form], module_state: Any) -> None:
         """Give buffers the dtypes and shapes of their values in `module_state`. Call it before these are loaded."""
         known, loaded = dict(_buffers(self._module, persistent=True)), list(_tensors_in(module_state))
-        for name, form in forms.items():
+        for name, form in {**self._reshaped, **forms}.items():
             if name in known and _form_of(known[name]) == form:
                 continue
             fitting = (
@@ -66,10 +81,23 @@ class ModuleExtras:
                 self._set(name, value, persistent=True)
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state from `get_state`; None for a checkpoint without it."""
+        """Restore the state from `get_state`; None for a checkpoint without it.
+
+        Raises:
+            CheckpointMismatchError: after `go_to_start`, the checkpoint lacks a buffer that training has changed.
+        """
         self._is_known = state is not None
-        if state is not None:
-            self._put_back(state["requires_grad"], state["buffers"])
+        if state is None:
+            return
+        self.is_fixed = True
+        lost, self._stale, self._reshaped = sorted(self._stale - set(state["buffers"])), frozenset(), {}
+        if lost:
+            raise CheckpointMismatchError(
+                f"the checkpoint lacks {', '.join(lost)}: these buffers are not in state_dict, and had their initial "
+                "values when it was written. Training has changed them since. Build the module again, and load the "
+                "checkpoint with a new Trainer(module, args) with resume=path in the arguments."
+            )
+        self._put_back(state["requires_grad"], state["buffers"])
 
     def get_values(self) -> dict[str, Any]:
         """Return all current flags and values, for a snapshot in memory; empty if the checkpoint had none of them."""

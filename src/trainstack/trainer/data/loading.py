@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -162,9 +162,6 @@ class SeededDataset(Dataset[Any]):
         seed_sample(self.seed, epoch, index)
         self.generators.seed(self.seed, epoch, index)
 
-    def _salted(self, seed: Seed, index: int) -> AbstractContextManager[None]:
-        return SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext()
-
     def _seed_batch(self, epoch: int, index: int) -> None:
         """Seed the generators for code that draws for several samples. The first of them is `index`."""
         seed = self.seed
@@ -186,17 +183,17 @@ class SeededDataset(Dataset[Any]):
         if self._fetches_batches() and not self.one_by_one:
             self._seed_batch(*keys[0])
             return self.dataset.__getitems__([index for _, index in keys])
-        samples, kept = [], KeptNumbers(self.dataset) if self.one_by_one else None
+        samples, seed, kept = [], self.seed, KeptNumbers(self.dataset) if self.one_by_one else None
         for epoch, index in keys:
             self._seed_sample(epoch, index)
             try:
-                with self._salted(self.seed, index):
+                with SaltedSeeds(seed, "sample", index) if isinstance(seed, RandomStreams) else nullcontext():
                     sample = self.dataset[index]
             except Exception as error:
                 annotate(error, f"raised by the data set for sample {index}")
                 raise
             samples.append(sample if kept is None else kept.restore(sample))
-        if isinstance(self.seed, RandomStreams):  # else `collate_fn` continues with the numbers of the last sample
+        if isinstance(seed, RandomStreams):  # else `collate_fn` continues with the numbers of the last sample
             self._seed_batch(*keys[0])
         return samples
 

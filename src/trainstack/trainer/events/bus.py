@@ -168,10 +168,6 @@ EVALUATED = "evaluated"
 """Key in this state for the callbacks whose `evaluation_context` selects the weights to evaluate."""
 
 
-def _evaluates_others(callback: Callback) -> bool:
-    return type(callback).evaluation_context is not Callback.evaluation_context
-
-
 class Events:
     """The subscribers of one trainer.
 
@@ -385,7 +381,8 @@ class Events:
     def get_state(self) -> dict[str, Any]:
         """Return the states of callbacks and the counters of filters, by key."""
         own: dict[str, Any] = {"open": sorted(event.value for event in self._open), "made": self._made}
-        if evaluated := [key for key, one in self.callbacks.items() if _evaluates_others(one)]:
+        plain = Callback.evaluation_context
+        if evaluated := [key for key, one in self.callbacks.items() if type(one).evaluation_context is not plain]:
             own[EVALUATED] = evaluated
         states: dict[str, Any] = {OWN: own}
         states |= {key: state for key, callback in self.callbacks.items() if (state := callback.get_state())}

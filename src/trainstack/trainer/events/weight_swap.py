@@ -49,4 +49,8 @@ class WeightSwap:
         """Restore the trained weights of the module."""
         for tensor, data in self._kept:
             set_values(tensor, data)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the kept weights, because other weights were loaded into the module."""
         self._kept, self.is_active = [], False

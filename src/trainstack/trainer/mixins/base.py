@@ -46,7 +46,7 @@ class TrainerBase(AbstractTrainer):
     _reporter: Reporter | None = None
     _evaluation: Run | None = None  # evaluates until a run is prepared for training
     _training = _finished = _making_ready = _is_made = _is_copy = False
-    _then_raise: Exception | None = None
+    _copied_states: Mapping[str, Any] | None = None
 
     @property
     def args(self) -> TrainerArguments:
@@ -102,10 +102,13 @@ class TrainerBase(AbstractTrainer):
         self._run = Run(self._context, self._stopper, self._saver, self._metrics)
         self._context.extras.begin()
         self.events.fire(Event.READY)
+        if self._is_copy:  # callbacks forget their states at READY
+            self.events.update_state(self._copied_states)
         if checkpoint.is_empty:
             self.trainer_backend.on_fresh_start(retry=self.args.resume == "auto")
         else:
             resume_training(self._run, checkpoint, self.update_state)
+        self._context.extras.is_fixed = True
 
     def _restore(self, to_train: bool) -> Checkpoint:
         """Load the weights of the module, and return the checkpoint to resume from; an empty one for a new run.
@@ -114,7 +117,8 @@ class TrainerBase(AbstractTrainer):
         """
         context = self._context
         self._saver.choose_directory(to_train=to_train)
-        context.extras = ModuleExtras(self.module)
+        if not context.extras.is_fixed:
+            context.extras = ModuleExtras(self.module)
         checkpoint = with_left_out_weights(context, self.load_checkpoints(), self._saver)
         checkpoint = select_resume_state(checkpoint, context)
         context.give_values = nothing

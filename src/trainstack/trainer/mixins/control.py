@@ -30,10 +30,10 @@ class ControlMixin(TrainerBase):
         Args:
             reason: value of `stop_reason` afterwards.
             then_raise: error that `train()` raises on this process after it has ended and saved normally. Call the
-                method on all processes to raise it on all.
+                method on all processes to raise it on all. Of several requests, the first reason and the first error
+                count.
         """
-        self._then_raise = then_raise
-        self._stopper.request(reason)
+        self._stopper.request(reason, then_raise=then_raise)
 
     def end_epoch(self) -> None:
         """Skip the rest of the epoch: its end follows after the current step, or after its first step.

@@ -15,6 +15,7 @@ from trainstack.trainer.resume.exporting import export_model, push_export
 from trainstack.trainer.resume.own_states import update_module
 from trainstack.trainer.resume.rank_zero import wait_for_all_ranks
 from trainstack.trainer.resume.restoring import origin_of
+from trainstack.trainer.resume.run_snapshot import RunSnapshot
 
 
 class SavingMixin(TrainerBase):
@@ -65,6 +66,8 @@ class SavingMixin(TrainerBase):
     ) -> None:
         """Load the state in `path`, as a new trainer with `resume=path` does; `validate()` and `train()` then use it.
 
+        If it fails, nothing changes. For that it copies the module's state to host memory.
+
         Args:
             path: a checkpoint, or one of the words of `resume`: "last", "best".
             mode: parts of the state to load, see `resume_mode` of `TrainerArguments`.
@@ -72,7 +75,7 @@ class SavingMixin(TrainerBase):
         Raises:
             ConfigurationError: training or an evaluation is running; or a layer, such as `dp`, has prepared this run
                 and cannot do it again.
-            CheckpointError: the checkpoint cannot be read.
+            CheckpointError: the checkpoint cannot be read or does not fit.
         """
         if self._training or self._making_ready or self._context.busy:
             raise ConfigurationError(
@@ -85,20 +88,27 @@ class SavingMixin(TrainerBase):
                 f"load_checkpoint({os.fspath(path)!r}): {', '.join(map(repr, rigid))} cannot prepare a module twice. "
                 f"Make a new Trainer with TrainerArguments(resume={os.fspath(path)!r})."
             )
-        before = self.args, self._run, self._evaluation, self._finished
+        before, run = (self.args, self._run, self._evaluation, self._finished), self._run or self._evaluation
+        kept, state = None, self.state.get_state()
+        if run is not None:  # the new run has new optimizers and schedulers
+            kept = RunSnapshot(self._context, run.loop.work, on_host=True, keeps_moments=False)
         self.args = replace(self.args, resume=path, resume_mode=mode)
         self._run, self._evaluation, self._finished = None, None, False
-        state = self.state.get_state()
         self.state.update_state(RunState(seed=self.args.seed).get_state())
         try:
+            if self._context.extras.is_fixed:
+                self._context.extras.go_to_start()
             self._ready_to_evaluate()
         except BaseException:
             self.args, self._run, self._evaluation, self._finished = before
             self.state.update_state(state)
+            if kept is not None:
+                kept.restore()
             raise
-        for run in before[1:3]:  # `_run` and `_evaluation`
-            if run is not None:
-                run.data.close()
+        self.events.weight_swap.drop()
+        for one in before[1:3]:  # `_run` and `_evaluation`
+            if one is not None:
+                one.data.close()
 
     def save_model_checkpoint(self) -> None:
         """Export only the module's state; a run never resumes from an export."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -148,14 +147,10 @@ def _model(context: RunContext, work: Workload) -> str:
     unheld = [p for p in named if p.requires_grad and id(p) not in held]
     if not held & {id(p) for p in named}:  # the optimizers hold copies
         unheld = []
-    total, *others = [_elements(part) for part in (named, frozen, unheld)]
+    total, *others = [sum(p.numel() for p in part if not is_lazy(p)) for part in (named, frozen, unheld)]
     words = [f"{total - sum(others):,} trainable" if any(others) else "all trainable"]
     for count, state in zip(others, ("frozen", "in no optimizer"), strict=True):
         words += [f"{count:,} {state}"] if count else []
     lazy = sum(map(is_lazy, named))
     words += [f"{lazy} tensors get their shape in the first step"] if lazy else []
     return f"{class_of(context.module).__name__}, {total:,} parameters, {', '.join(words)}"
-
-
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters if not is_lazy(p))

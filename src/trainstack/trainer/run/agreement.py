@@ -206,11 +206,11 @@ def agree_on_workload(context: RunContext, data: TrainingData, work: Workload) -
 
 
 def _samples(samples: Samples) -> Items:
-    return {_sample_name(index, place): text for index, found in samples.items() for place, text in found.items()}
-
-
-def _sample_name(index: str, place: str) -> str:
-    return f"{place} of sample {index}{_OF_DATASET}".removeprefix(" of ")
+    return {
+        f"{place} of sample {index}{_OF_DATASET}".removeprefix(" of "): text
+        for index, found in samples.items()
+        for place, text in found.items()
+    }
 
 
 def _is_of_sample(name: str) -> bool:

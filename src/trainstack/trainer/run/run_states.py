@@ -84,6 +84,8 @@ def resume_evaluation(run: Run, checkpoint: Checkpoint) -> None:
     if run.context.args.resume_mode == "full":
         with _waiting(run):
             restore_own_buffers(checkpoint, run.context)
+            if extras := (checkpoint.trainer_state or {}).get(EXTRAS):
+                run.context.extras.restore({**extras, "requires_grad": {}})  # READY expects the flags of the start
             run.events.update_state(checkpoint.callback_states)
         run.events.warn_of_other_weights(checkpoint.callback_states)
 

@@ -58,12 +58,13 @@ class StepChecks:
     def watching(self, steps: Iterable[StepBatches]) -> Iterator[Iterable[StepBatches]]:
         """A block that trains on `steps`, the steps of an epoch. It gives the iterable to train on instead."""
         self._check_parameters()
-        left = FIRST_STEPS - self._context.state.global_step
-        steps = iter(steps)
+        state, steps = self._context.state, iter(steps)
+        left, is_whole = FIRST_STEPS - state.global_step, not state.steps_in_epoch
         try:
             yield chain(self._first(islice(steps, left)), steps) if left > 0 else steps
             self._end_step()
-            self._check_updates()
+            if is_whole:  # a resumed process has not seen the updates of earlier steps
+                self._check_updates()
         except Exception as error:
             self._annotate(error)
             raise

@@ -74,6 +74,7 @@ class Stopper:
     def __init__(self) -> None:
         self.agreed: Request | None = None
         self._request: Request | None = None
+        self._then_raise: Exception | None = None
         self._loop: TrainLoop | None = None
         self._world = World()
 
@@ -87,10 +88,11 @@ class Stopper:
         self._target: int | None = None
         self._pace = Pace(POLL_S, due_at_once=False)
 
-    def end(self) -> Request | None:
-        """End the training. Returns a request that came too late, or None."""
+    def end(self) -> tuple[Request | None, Exception | None]:
+        """End the training. Returns a request that came too late, or None, and the error that a request asked for."""
         late, self._request, self._loop = self._request, None, None
-        return late if self.agreed is None else None
+        then_raise, self._then_raise = self._then_raise, None
+        return late if self.agreed is None else None, then_raise
 
     @property
     def has_signal(self) -> bool:
@@ -120,8 +122,11 @@ class Stopper:
                 time.sleep(pause)
                 pause = min(2 * pause, max(0.05, world.size / 2000))  # at most 2,000 requests in a second, of all ranks
 
-    def request(self, reason: str, signal: int | None = None, by_clock: bool = False) -> None:
-        """Request a stop at the next step boundary on which all processes agree."""
+    def request(
+        self, reason: str, signal: int | None = None, by_clock: bool = False, *, then_raise: Exception | None = None
+    ) -> None:
+        """Request a stop at the next step boundary on which all processes agree. The first `then_raise` counts."""
+        self._then_raise = then_raise if self._then_raise is None else self._then_raise
         if self._request is None or (signal is not None and self._request.signal is None):
             self._request = Request(reason, signal, by_clock)
         if self._loop is not None:

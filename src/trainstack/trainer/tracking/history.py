@@ -333,12 +333,12 @@ class RunHistory:
         """The current end of the records, for `back_to`."""
         self._read_pending()
         lengths = {name: len(column.values) for name, column in self._columns.items()}
-        return self.current_step, self.current_epoch, lengths
+        return self.current_step, self.current_epoch, lengths, self._columns, self._log, self._arrived
 
     def back_to(self, mark: tuple[Any, ...]) -> None:
-        """Forget the records since `mark`."""
+        """Forget the records since `mark`, and a state that was loaded since then."""
         self._read_pending()
-        self.current_step, self.current_epoch, lengths = mark
+        self.current_step, self.current_epoch, lengths, self._columns, self._log, arrived = mark
         self._log.truncate(sum(lengths.values()))
         for name, column in list(self._columns.items()):
             length = lengths.get(name, 0)
@@ -347,7 +347,7 @@ class RunHistory:
             if name not in lengths:
                 del self._columns[name]
         waiting = {name: len(column.values) - column.flushed for name, column in self._columns.items()}
-        arrived, self._arrived = self._arrived, []
+        self._arrived = []
         for column in arrived:
             if waiting.get(column.name, 0) > 0:
                 waiting[column.name] -= 1

@@ -45,13 +45,14 @@ def examine(
         **given: further arguments of the trainer.
     """
     evidence = collect(module, args, source, steps, **given)
+    error = evidence.error
     found = {finding: None for finding in _findings(evidence) if finding.id not in ignore}
     return ScriptReport(
         target=target,
         findings=sorted(found, key=lambda one: (LEVELS.index(one.level), one.id, one.place)),
         steps=len(evidence.gradients),
         validated=bool(evidence.metrics),
-        ended="" if evidence.error is None else _in_one_line(evidence.error),
+        ended="" if error is None else f"{type(error).__name__}: {' '.join(str(error).split())}",
     )
 
 
@@ -71,7 +72,3 @@ def error_place(error: BaseException) -> str:
         if frames.is_of_user(frame.f_code):
             place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
     return place
-
-
-def _in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

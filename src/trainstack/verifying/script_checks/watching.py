@@ -65,7 +65,8 @@ class CallWatch(TorchFunctionMode):
                 elif func in _DROPOUTS:
                     self._note(_DROPOUTS[func], _dropout_facts, args, kwargs)
                 elif func in _WAITS and self.stage == "train":
-                    self._note(_WAITS[func], _wait_facts, args, kwargs)
+                    has_graph = bool(args and isinstance(args[0], Tensor) and args[0].grad_fn is not None)
+                    self._note(_WAITS[func], lambda *_: {"has_graph": has_graph}, args, kwargs)
         return func(*args, **kwargs)
 
     def _note(self, name: str, facts: Callable[[Any, Any], dict[str, Any]], args: Any, kwargs: Any) -> None:
@@ -121,10 +122,6 @@ def _is_one_hot(target: Tensor) -> bool:
 def _dropout_facts(args: Any, kwargs: Any) -> dict[str, Any]:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
     return {"p": float(given.get("p", 0.5)), "training": bool(given.get("training", True))}
-
-
-def _wait_facts(args: Any, kwargs: Any) -> dict[str, Any]:
-    return {"has_graph": bool(args and isinstance(args[0], Tensor) and args[0].grad_fn is not None)}
 
 
 class FirstLayer:
