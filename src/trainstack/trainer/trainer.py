@@ -151,9 +151,7 @@ class Trainer(EvaluationMixin, SavingMixin, ControlMixin, OutputMixin, Propertie
         self._given = (trainer_backend, checkpointer, callbacks := _listed(callbacks), train_step, val_step, metrics)
         args = check_parts(type(self), module, args, trainer_backend, checkpointer, train_step, val_step, unknown)
         args = _settled(args, module, trainer_backend, metrics, checkpointer)
-        trainer_backend = _stack_of(trainer_backend, args, self)
-        if checkpointer is None or args.fast_dev_run:
-            checkpointer = DefaultCheckpointer(args.placed_checkpointer_args)
+        trainer_backend, checkpointer = _stack_of(trainer_backend, args, self), _checkpointer_of(checkpointer, args)
         self._context = context = RunContext(
             module=module,
             args=args,
@@ -517,6 +515,10 @@ def _stack_of(given: TrainerBackend | str | None, args: TrainerArguments, owner:
         given = build_trainer_backend(given or args.resolved_backend, **args.layer_options)
     given.bind(owner)
     return given
+
+
+def _checkpointer_of(given: AbstractCheckpointer | None, args: TrainerArguments) -> AbstractCheckpointer:
+    return DefaultCheckpointer(args.placed_checkpointer_args) if given is None or args.fast_dev_run else given
 
 
 def _settled(
