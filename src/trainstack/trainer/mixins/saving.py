@@ -56,7 +56,7 @@ class SavingMixin(TrainerBase):
                 saver.save_requested()
             else:
                 is_due = force or pin or self.checkpointer.is_due(self.state.last_epoch, False)
-                if self.is_main_process and not is_due:
+                if not (is_due or self._training) and self.is_main_process:
                     no = "save_checkpoint() writes nothing: no checkpoint is due"
                     self._context.log.warning(f"{no}. To save now, write save_checkpoint(force=True).")
                 saver.save(force or pin)
