@@ -433,6 +433,7 @@ def reports(folder: Path) -> dict[int, dict[str, Any]]:
     return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_restart_twice(tmp_path: Path) -> None:
     process = torchrun(
         "--standalone", "--nproc-per-node=2", "--max-restarts=2", torchrun_script.__file__, str(tmp_path), "2"

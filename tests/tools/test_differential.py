@@ -230,8 +230,14 @@ def battery() -> RankBattery:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, RANK_PARTS))])
+@pytest.mark.parametrize(
+    ("part", "size"),
+    [
+        pytest.param(part, size, marks=[pytest.mark.long] if (part, size) != (0, SIZES[0]) else [])
+        for part in range(RANK_PARTS)
+        for size in SIZES
+    ],
+)
 def test_random_trainings_on_several_ranks_equal_one_process(part: int, size: int, battery: RankBattery) -> None:
     differ = []
     for chosen in islice(chosen_cases(SEED, size), part * EACH_ON_RANKS, (part + 1) * EACH_ON_RANKS):
